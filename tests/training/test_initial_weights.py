@@ -34,7 +34,7 @@ def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_
     resumed = [event for event in RunDirectory(out).events() if event["event"] == "resume"]
     assert {event["init_from"] for event in resumed} == {str(trained)}
     before = (out / "log.jsonl").read_bytes()
-    with pytest.raises(UserError, match=f"other: the run in .*run began with those of {trained} and goes on"):
+    with pytest.raises(UserError, match=f"other: the run in .*run began with those of {trained} and continues"):
         train(run, out, data_dir, init_from=tmp_path / "other")
     assert (out / "log.jsonl").read_bytes() == before
     train(run, tmp_path / "random", data_dir)

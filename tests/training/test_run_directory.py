@@ -379,5 +379,5 @@ def test_a_failed_start_leaves_the_directory_as_it_was(story, data_dir, tmp_path
     assert {path.name for path in there.iterdir()} <= {".lock"}
     (there / "checkpoints").mkdir()
     write(there / "checkpoints", 4)  # a run that has lost its config.json is not overwritten
-    assert "not empty and not a run (checkpoints is there)" in refused_training(there, story, data_dir)
+    assert "not empty and not a run directory (it contains checkpoints)" in refused_training(there, story, data_dir)
     assert checkpoint_names(there / "checkpoints") == ["step-00000004"]

@@ -414,7 +414,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_s_own_gone_on_from(train
 
 def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path):
     (tmp_path / "thesis.doc").touch()
-    with pytest.raises(UserError, match=r"not empty and not a run \(thesis.doc is there\)"):
+    with pytest.raises(UserError, match=r"not empty and not a run directory \(it contains thesis.doc\)"):
         train(small_run(str(story)), tmp_path, data_dir)
     with pytest.raises(UserError, match="--out .*thesis.doc/run: Not a directory"):
         train(small_run(str(story)), tmp_path / "thesis.doc" / "run", data_dir)
