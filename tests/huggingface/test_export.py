@@ -307,11 +307,13 @@ def test_registration_is_ours():
 
 
 def test_the_python_of_the_documentation_runs(exported, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "import.md").read_text(encoding="utf-8")
+    imported, code = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(exported)
+    found: dict[str, Any] = {}
+    exec(compile(imported.replace('"runs/wt103"', '"run"'), "import.md", "exec"), found)
+    assert found["nll"].shape == (1, found["ids"].shape[1] - 1)
     if (exported / "hf" / "tokenizer.json").is_file():
-        page = (Path(__file__).parents[2] / "docs" / "how-to" / "import.md").read_text(encoding="utf-8")
-        (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-        monkeypatch.chdir(exported)
-        found: dict[str, Any] = {}
         exec(compile(code.replace('"exported"', '"hf"'), "import.md", "exec"), found)
         assert len(found["text"]) > len("It was")
         assert found["state"].get_seq_length() == found["prompt"]["input_ids"].shape[1]
