@@ -81,9 +81,8 @@ def _is_white(text: str, at: int) -> bool:
     raise IndexError
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
-@pytest.mark.parametrize("end", ["", "\n", "\n \n"])
-def test_ids_are_those_of_a_corpus_of_the_same_text(name, end, tmp_path):
+def assert_ids_of_a_corpus(name, end, tmp_path):
+    """Compare the ids of located tokens with those of a prepared corpus of the same text."""
     vocabulary = VOCABULARIES[name]
     path = tmp_path / "x.txt"
     path.write_bytes((SEEN * 30 + "the cat" + end).encode())
@@ -93,9 +92,15 @@ def test_ids_are_those_of_a_corpus_of_the_same_text(name, end, tmp_path):
     assert [token.id for token in tokens] == np.asarray(Corpus(tmp_path / "corpus").tokens("train")).tolist()
 
 
+@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize("end", ["", "\n", "\n \n"])
+def test_ids_are_those_of_a_corpus_of_the_same_text(name, end, tmp_path):
+    assert_ids_of_a_corpus(name, end, tmp_path)
+
+
 def test_long_bpe_text_is_cut_where_a_corpus_is(tmp_path, monkeypatch):
     monkeypatch.setattr("txl.data.vocabulary.BPE_CHUNK", 101)
-    test_ids_are_those_of_a_corpus_of_the_same_text("bpe", "", tmp_path)
+    assert_ids_of_a_corpus("bpe", "", tmp_path)
 
 
 def test_sentence_marks_stand_nowhere_in_the_text():

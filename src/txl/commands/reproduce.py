@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
     reuse = None if arguments.reuse is None else Path(arguments.reuse)
     experiment = Experiment(
-        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse, arguments.so_far
+        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse=reuse, so_far=arguments.so_far
     )
     rows = experiment.run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
