@@ -76,7 +76,7 @@ def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
             ("min_count", "max_words", "word_rule"), (data.unit == "word", f"{data.unit} tokens do not use it")
         ),
         "normalise": (data.unit != "byte", "bytes are never changed"),
-        **dict.fromkeys(("like_original", "verify"), (public is not None, "only public corpora have use for it")),
+        **dict.fromkeys(("like_original", "verify"), (public is not None, "only public corpora use it")),
         "boundary": (public is not None and public.sentences, "only lm1b uses it"),
     }
     usual = DataConfig()

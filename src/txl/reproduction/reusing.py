@@ -12,7 +12,7 @@ from pathlib import Path
 
 from txl.config import RunConfig
 from txl.errors import UserError
-from txl.files import JsonObject
+from txl.files import JsonObject, write_whole
 from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.scales import Scale
 from txl.runs.directory import RunDirectory, of_today
@@ -75,9 +75,7 @@ def take_rate(source: Path, recipe: str, rates: Path) -> None:
     there, here = (folder / f"{recipe}.json" for folder in (source / "rates", rates))
     if there.exists() and not here.exists():
         rates.mkdir(parents=True, exist_ok=True)
-        copy = here.with_suffix(".partial")
-        shutil.copyfile(there, copy)
-        os.replace(copy, here)
+        write_whole(here, there.read_text(encoding="utf-8"))
 
 
 def _comparable(run: RunConfig) -> JsonObject:
