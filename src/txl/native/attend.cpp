@@ -160,7 +160,7 @@ class Task {
         // Panels [whole, behind) are seen entirely; the panels next to them may be seen in part.
         const int64_t whole = min(rounded_up(low, PANEL), to), behind = max(high / PANEL * PANEL, whole);
         Vec<float> top = Vec<float>{} + NOTHING;
-        const auto raise = [&](Vec<float> next) { top = next > top ? next : top; };
+        const auto raise = [&](Vec<float> next) { top = select(next > top, next, top); };
         if (other) {
             for (int64_t i = low / PANEL * PANEL; i < high; i += PANEL) {
                 const auto score = load(row + i) + load(other + i);

@@ -191,11 +191,10 @@ class Backward {
             // and the mean dO . O are almost equal, and should have almost equal rounding errors.
             Vec<float> products[FEW / PANEL] = {};
             for (int64_t i = 0; i < width; i += PANEL) {
-                Vec<float> bias_u = {}, bias_v = {};
-                for (int64_t j = 0; j < min(PANEL, a.width - i); ++j) {
-                    if (a.u) bias_u[j] = a.u[head * a.width + i + j];
-                    if (a.v) bias_v[j] = a.v[head * a.width + i + j];
-                }
+                const auto bias = [&](const float* of) {
+                    return of ? load_some(of + head * a.width + i, a.width - i) : Vec<float>{};
+                };
+                const Vec<float> bias_u = bias(a.u), bias_v = bias(a.v);
                 get(a.query, t, i, one);
                 for (int64_t r = 0; r < FEW; ++r) other[r] = t + r < a.queries ? (one[r] + bias_v) * scale : Vec<float>{};
                 for (int64_t r = 0; r < FEW; ++r) one[r] = t + r < a.queries ? (one[r] + bias_u) * scale : Vec<float>{};
@@ -207,21 +206,16 @@ class Backward {
                 for (int64_t part = 0; part < FEW; part += PANEL) {
                     Words turned[16];
                     const auto sum = [&](const auto& factor) {
-                        UNROLLED for (int j = 0; j < 16; ++j) {
-                            Vec<float> value;
-                            std::memcpy(&value, &turned[j], sizeof value);
-                            products[part / PANEL] += factor(j) * value;
-                        }
+                        UNROLLED for (int j = 0; j < 16; ++j)
+                            products[part / PANEL] += factor(j) * bits_as<Vec<float>>(turned[j]);
                     };
                     if constexpr (sizeof(S) == 4) {
                         std::memcpy(turned, other + part, sizeof turned);
                         transpose(turned);
                         sum([&](int j) { return load((float*)(above_t + (i + j) * feature_stride + t + part)); });
                     } else {
-                        UNROLLED for (int j = 0; j < 16; ++j) {
-                            const auto product = one[part + j] * other[part + j];
-                            std::memcpy(&turned[j], &product, sizeof product);
-                        }
+                        UNROLLED for (int j = 0; j < 16; ++j)
+                            turned[j] = bits_as<Words>(one[part + j] * other[part + j]);
                         transpose(turned);
                         sum([](int) { return 1.0f; });
                     }
@@ -233,15 +227,12 @@ class Backward {
 
     // Loads features [i, i + 16) of queries from t on; zeros where there is no query or feature.
     void get(const Rows& from, int64_t t, int64_t i, Vec<float> (&values)[FEW]) const {
-        const int64_t n = min(PANEL, a.width - i);
         for (int64_t r = 0; r < FEW; ++r) {
             values[r] = Vec<float>{};
             if (t + r >= a.queries) continue;
             const S* row = at(from, t + r) + i;
             if (t + r + AHEAD < a.queries) __builtin_prefetch(row + AHEAD * from.row);
-            if (n == PANEL) values[r] = load(row);
-            else
-                for (int64_t j = 0; j < n; ++j) values[r][j] = read(row + j);
+            values[r] = load_some(row, a.width - i);
         }
     }
 

@@ -17,7 +17,7 @@ float sum_of_exponentials(const S* x, int64_t n, float& greatest) {
     for (int64_t i = 0; i < whole; i += STRIDE)
         UNROLLED for (int part = 0; part < 4; ++part) {
             const Vec<float> values = load(x + i + part * PANEL);
-            most[part] = values > most[part] ? values : most[part];
+            most[part] = select(values > most[part], values, most[part]);
         }
     greatest = -INFINITY;
     for (const auto& each : most)

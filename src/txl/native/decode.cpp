@@ -26,6 +26,9 @@ constexpr int64_t MOST_D = 512;  // width of a head
 constexpr int64_t CHUNK = 256;  // keys of one task of attention
 constexpr int64_t AHEAD = 16;   // rows of a matrix to prefetch
 
+// Rows of a matrix that are multiplied at once, by one vector or by SQUARE vectors; registers hold all sums.
+constexpr int SOME_ROWS = REGISTER == 64 ? 8 : 4, SQUARE = REGISTER == 64 ? 4 : 2;
+
 // --------------------------------------------------------------------------------------------------------- products
 
 // A block is 64 bytes of a matrix, read at once. A block of bfloat16 has 32 numbers; a shift converts the even ones to
@@ -38,14 +41,9 @@ void multiply_add(Vec<T>& sum, const T* matrix, const Vec<T>* x) {
     sum += load(matrix) * x[0];
 }
 inline void multiply_add(Vec<float>& sum, const BFloat16* matrix, const Vec<float>* x) {
-    Vector<uint32_t, 16>::type both;
-    std::memcpy(&both, matrix, sizeof both);
-    const auto even = both << 16, odd = both & 0xffff0000u;
-    Vec<float> values;
-    std::memcpy(&values, &even, sizeof values);
-    sum += values * x[0];
-    std::memcpy(&values, &odd, sizeof values);
-    sum += values * x[1];
+    const auto both = loaded<Vec<uint32_t>>(matrix);
+    sum += bits_as<Vec<float>>(both << 16) * x[0];
+    sum += bits_as<Vec<float>>(both & 0xffff0000u) * x[1];
 }
 
 // Vectors [lanes,n] that multiply the rows of a matrix, in blocks. If n is not a multiple of a block's size, the last
@@ -62,8 +60,9 @@ struct Rows {
         for (int64_t lane = 0; lane < lanes; ++lane)
             for (int64_t b = 0; b < blocks; ++b) {
                 const T* x = plain + lane * n + at(b);
-                Vec<T>* to = arranged.data() + (lane * blocks + b) * VECTORS;
+                T to[VECTORS][LANES<T>] = {};
                 for (int i = int(b * STEP - at(b)); i < STEP; ++i) to[i % VECTORS][i / VECTORS] = x[i];
+                for (int i = 0; i < VECTORS; ++i) arranged[(lane * blocks + b) * VECTORS + i] = load(to[i]);
             }
     }
     int64_t at(int64_t block) const { return min(block * STEP, n - STEP); }
@@ -116,8 +115,8 @@ template <class S, class T, int R, class Use>
 void few_rows(const S* matrix, const Rows<S, T>& rows, int64_t row, const Use& use) {
     int64_t lane = 0;
     if constexpr (R > 1)
-        for (; lane + 4 <= rows.lanes; lane += 4)
-            for (int r = 0; r < R; r += 4) few_lanes<S, T, 4, 4>(matrix, rows, row + r, lane, use);
+        for (; lane + SQUARE <= rows.lanes; lane += SQUARE)
+            for (int r = 0; r < R; r += SQUARE) few_lanes<S, T, SQUARE, SQUARE>(matrix, rows, row + r, lane, use);
     for (; lane < rows.lanes; ++lane) few_lanes<S, T, R, 1>(matrix, rows, row, lane, use);
 }
 
@@ -125,7 +124,7 @@ void few_rows(const S* matrix, const Rows<S, T>& rows, int64_t row, const Use& u
 template <class S, class T, class Use>
 void multiply(const S* matrix, int64_t first, int64_t end, const Rows<S, T>& rows, const Use& use) {
     int64_t row = first;
-    for (; row + 8 <= end; row += 8) few_rows<S, T, 8>(matrix, rows, row, use);
+    for (; row + SOME_ROWS <= end; row += SOME_ROWS) few_rows<S, T, SOME_ROWS>(matrix, rows, row, use);
     for (; row < end; ++row) few_rows<S, T, 1>(matrix, rows, row, use);
 }
 
@@ -366,10 +365,11 @@ class Step {
             for (int64_t i = first; i < end;) {
                 const S* key = keys + (i < before_end ? oldest + i : i - before_end) * d;
                 const S* distance = by_distance ? position - (farthest - i) * d : nullptr;
-                const bool many = i + 8 <= end && (i + 8 <= before_end || i >= before_end);
-                if (many) scores_of<8>(key, distance, queries, beyond, scores + i);
+                const int64_t next = i + SOME_ROWS;
+                const bool some = next <= end && (next <= before_end || i >= before_end);
+                if (some) scores_of<SOME_ROWS>(key, distance, queries, beyond, scores + i);
                 else scores_of<1>(key, distance, queries, beyond, scores + i);
-                i += many ? 8 : 1;
+                i = some ? next : i + 1;
             }
         };
         score(0, clamped, false);
@@ -415,7 +415,7 @@ class Step {
             __builtin_prefetch(values + (i + AHEAD) * m.d_head + BLOCK<S>);
             UNROLLED for (int b = 0; b < N; ++b) sums[b] += weights[i] * load(values + i * m.d_head + b * L);
         }
-        std::memcpy(out, sums, sizeof sums);
+        for (int b = 0; b < N; ++b) store(out + b * L, sums[b]);
     }
 
     const Model& m;

@@ -26,7 +26,8 @@ class Dropout {
     // Writes the factors of places [from, to) of a row, in whole groups; `from` must be the first place of a group.
     void draw(int64_t lane, int64_t head, int64_t row, int64_t from, int64_t to, float* factors) const {
         constexpr int ROUNDS = 7;
-        const Words next = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        static constexpr Word COUNT[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const Words next = load(COUNT);
         for (int64_t place = from; place < to; place += GROUP) {
             Words c0 = next + uint32_t(place / 4), c1 = Words{} + uint32_t(row);
             Words c2 = Words{} + uint32_t(head), c3 = Words{} + uint32_t(lane);
@@ -41,7 +42,7 @@ class Dropout {
                 c3 = low0;
             }
             for (const Words& words : {c0, c1, c2, c3}) {
-                store(factors, words < threshold ? Vec<float>{} : Vec<float>{} + kept);
+                store(factors, select(words < threshold, Vec<float>{}, Vec<float>{} + kept));
                 factors += PANEL;
             }
         }
@@ -50,15 +51,12 @@ class Dropout {
   private:
     // Computes the low and the high 32 bits of each product.
     static void product(Words a, uint32_t b, Words& low, Words& high) {
-        using Wide = Vector<uint64_t, 8>::type;
+        using Wide = Vec<uint64_t>;
         constexpr uint64_t LOW = 0xffffffffu;
-        Wide pairs, other;
-        std::memcpy(&pairs, &a, sizeof pairs);
+        const Wide pairs = bits_as<Wide>(a);
         const Wide even = (pairs & LOW) * b, odd = (pairs >> 32) * b;
-        other = (even & LOW) | (odd << 32);
-        std::memcpy(&low, &other, sizeof low);
-        other = (even >> 32) | (odd & ~LOW);
-        std::memcpy(&high, &other, sizeof high);
+        low = bits_as<Words>((even & LOW) | (odd << 32));
+        high = bits_as<Words>((even >> 32) | (odd & ~LOW));
     }
 
     const uint64_t seed;

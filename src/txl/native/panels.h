@@ -55,26 +55,42 @@ Words words_of(const S* row, int64_t n) {
     return words;
 }
 
+// Shuffles with the same four words of `a` and `b` in each quarter of 128 bits; those of `b` count from REGISTER_WORDS.
 #ifdef __clang__
 #define TXL_SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define TXL_SHUFFLED(a, b, ...) __builtin_shuffle(a, b, Words{__VA_ARGS__})
+#define TXL_SHUFFLED(a, b, ...) __builtin_shuffle(a, b, RegisterWords{__VA_ARGS__})
+#endif
+#define TXL_QUARTER(at, i, j, k, l) at + i, at + j, at + k, at + l
+#if defined(__AVX512F__)
+#define TXL_IN_QUARTERS(a, b, ...)                                                                            \
+    TXL_SHUFFLED(a, b, TXL_QUARTER(0, __VA_ARGS__), TXL_QUARTER(4, __VA_ARGS__), TXL_QUARTER(8, __VA_ARGS__), \
+                 TXL_QUARTER(12, __VA_ARGS__))
+#elif defined(__AVX2__)
+#define TXL_IN_QUARTERS(a, b, ...) TXL_SHUFFLED(a, b, TXL_QUARTER(0, __VA_ARGS__), TXL_QUARTER(4, __VA_ARGS__))
+#else
+#define TXL_IN_QUARTERS(a, b, ...) TXL_SHUFFLED(a, b, TXL_QUARTER(0, __VA_ARGS__))
 #endif
 
-// Transposes in three rounds: adjacent words of quarters, pairs of words, quarters. Each shuffle is one AVX-512
-// instruction.
-inline void transpose(Words (&rows)[16]) {
-    Words next[16];
-    UNROLLED for (int i = 0; i < 16; i += 2) {
-        next[i] = TXL_SHUFFLED(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-        next[i + 1] = TXL_SHUFFLED(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+constexpr int REGISTER_WORDS = REGISTER / 4;
+using RegisterWords = Vector<Word, REGISTER_WORDS>::type;
+
+// Transposes a square in three rounds: adjacent words of quarters, pairs of words, quarters. Each shuffle is one
+// instruction of the processor.
+inline void transpose(RegisterWords (&rows)[REGISTER_WORDS]) {
+    constexpr int N = REGISTER_WORDS;
+    RegisterWords next[N];
+    UNROLLED for (int i = 0; i < N; i += 2) {
+        next[i] = TXL_IN_QUARTERS(rows[i], rows[i + 1], 0, N, 1, N + 1);
+        next[i + 1] = TXL_IN_QUARTERS(rows[i], rows[i + 1], 2, N + 2, 3, N + 3);
     }
-    UNROLLED for (int i = 0; i < 16; i += 4)
+    UNROLLED for (int i = 0; i < N; i += 4)
         UNROLLED for (int j = 0; j < 2; ++j) {
-            const Words a = next[i + j], b = next[i + j + 2];
-            rows[i + 2 * j] = TXL_SHUFFLED(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-            rows[i + 2 * j + 1] = TXL_SHUFFLED(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+            const RegisterWords a = next[i + j], b = next[i + j + 2];
+            rows[i + 2 * j] = TXL_IN_QUARTERS(a, b, 0, 1, N, N + 1);
+            rows[i + 2 * j + 1] = TXL_IN_QUARTERS(a, b, 2, 3, N + 2, N + 3);
         }
+#if defined(__AVX512F__)
     UNROLLED for (int j = 0; j < 4; ++j) {
         const auto even = [](Words a, Words b) {
             return TXL_SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
@@ -86,7 +102,31 @@ inline void transpose(Words (&rows)[16]) {
         const Words c = even(rows[8 + j], rows[12 + j]), d = odd(rows[8 + j], rows[12 + j]);
         rows[j] = even(a, c), rows[4 + j] = even(b, d), rows[8 + j] = odd(a, c), rows[12 + j] = odd(b, d);
     }
+#elif defined(__AVX2__)
+    UNROLLED for (int j = 0; j < 4; ++j) {
+        const RegisterWords a = rows[j], b = rows[4 + j];
+        rows[j] = TXL_SHUFFLED(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        rows[4 + j] = TXL_SHUFFLED(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+#endif
 }
+
+#ifndef __AVX512F__
+// Transposes 16 rows of 16 words, square by square.
+inline void transpose(Words (&rows)[16]) {
+    constexpr int N = REGISTER_WORDS;
+    alignas(64) Word from[16][16], to[16][16];
+    for (int i = 0; i < 16; ++i) store(from[i], rows[i]);
+    for (int row = 0; row < 16; row += N)
+        for (int column = 0; column < 16; column += N) {
+            RegisterWords square[N];
+            UNROLLED for (int i = 0; i < N; ++i) square[i] = loaded<RegisterWords>(from[row + i] + column);
+            transpose(square);
+            UNROLLED for (int i = 0; i < N; ++i) store_vector(to[column + i] + row, square[i]);
+        }
+    for (int i = 0; i < 16; ++i) rows[i] = load(to[i]);
+}
+#endif
 
 // Packs the transpose of rows [n,width] into panels: each row becomes a column; zeros fill the last panel.
 template <class S>
@@ -123,10 +163,11 @@ inline void pack(const float* rows, int64_t stride, int64_t n, int64_t width, in
 }
 inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width, int64_t words, Word* panels) {
     const auto half = [&](int64_t row, int64_t column) {
-        Vector<uint16_t, 16>::type bits = {};
-        if (row < n && column + PANEL <= width) std::memcpy(&bits, rows + row * stride + column, sizeof bits);
-        else if (row < n) std::memcpy(&bits, rows + row * stride + column, (width - column) * 2);
-        return __builtin_convertvector(bits, Words);
+        const BFloat16* here = rows + row * stride + column;
+        if (row < n && column + PANEL <= width) return widened<16>(&here->bits);
+        uint16_t bits[16] = {};
+        if (row < n) std::memcpy(bits, here, (width - column) * 2);
+        return widened<16>(bits);
     };
     for (int64_t column = 0; column < width; column += PANEL, panels += words * PANEL)
         for (int64_t word = 0; word < words; ++word) {
@@ -136,6 +177,15 @@ inline void pack(const BFloat16* rows, int64_t stride, int64_t n, int64_t width,
             }
             store(panels + word * PANEL, half(2 * word, column) | half(2 * word + 1, column) << 16);
         }
+}
+
+// Numbers [n] of a row, at most 16, followed by zeros.
+template <class S>
+Vec<float> load_some(const S* row, int64_t n) {
+    if (n >= PANEL) return load(row);
+    float some[PANEL] = {};
+    for (int64_t i = 0; i < n; ++i) some[i] = read(row + i);
+    return load(some);
 }
 
 // Writes 16 numbers, rounded to the type of `to`.
@@ -155,10 +205,8 @@ template <class S>
 inline __attribute__((always_inline)) void multiply_words(Vec<float>& sum, Word a, Words b) {
     if constexpr (sizeof(S) == 4) {
         float x;
-        Vec<float> y;
         std::memcpy(&x, &a, sizeof x);
-        std::memcpy(&y, &b, sizeof y);
-        sum += x * y;
+        sum += x * bits_as<Vec<float>>(b);
     } else {
 #ifdef __AVX512BF16__
         sum = Vec<float>(_mm512_dpbf16_ps(__m512(sum), __m512bh(_mm512_set1_epi32(int(a))), __m512bh(b)));
@@ -185,10 +233,13 @@ __attribute__((noinline)) void multiply_block(const Word* a, int64_t a_stride, c
         UNROLLED for (int p = 0; p < P; ++p) store(c + r * c_stride + p * PANEL, sums[r][p]);
 }
 
-#ifdef __AVX512F__
-constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 4;  // 24 of the 32 registers hold sums
+// Sums that registers hold: 24 of 32 with AVX-512 and on ARM, 12 of 16 with AVX2, else 8 of 16.
+#if defined(__AVX512F__)
+constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 4;
+#elif defined(__AVX2__) || defined(__aarch64__)
+constexpr int BLOCK_ROWS = 6, BLOCK_PANELS = 1;
 #else
-constexpr int BLOCK_ROWS = 4, BLOCK_PANELS = 1;
+constexpr int BLOCK_ROWS = 2, BLOCK_PANELS = 1;
 #endif
 
 // All rows times P panels: R rows at a time, then the remaining rows.
