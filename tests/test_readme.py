@@ -14,7 +14,7 @@ import torch
 import txl
 from tests.conftest import options_of, small_run
 from txl.cli import build_parser, main
-from txl.commands.demo import MARK, arithmetic_of_this_machine, whole_lines
+from txl.commands.demo import MARK, arithmetic_of_this_machine, steps_of_this_machine, steps_within, whole_lines
 from txl.config import validate, with_options
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
@@ -124,7 +124,7 @@ def test_the_demo_goes_on_from_whole_lines(text, expected):
 
 @pytest.mark.parametrize(
     ("flags", "expected"),
-    [("avx2 avx512f", {"train.steps": "1500"}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
+    [("avx2 avx512f", {}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
 )
 def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monkeypatch):
     monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})
@@ -132,6 +132,29 @@ def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monke
     options = arithmetic_of_this_machine()
     assert options == expected
     validate(with_options(txl.preset("stdlib-bpe"), options))
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "steps"),
+    # 260 seconds less 350 steps' time are left for training.
+    [(0.05, 2400), (0.1, 2200), (0.2, 900), (0.26, 600), (0.5, 500), (100.0, 500)],
+)
+def test_the_demo_takes_as_many_steps_as_fit_into_five_minutes(step_seconds, steps):
+    assert steps_within(300, step_seconds, 2400) == steps
+
+
+def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeypatch, capsys):
+    seconds = []
+    monkeypatch.setattr("txl.benchmarking.workloads.timed", lambda step, steps, device: seconds.pop())
+    monkeypatch.setattr("txl.benchmarking.workloads.training_workload", lambda *given: (None, None))
+    config = txl.preset("stdlib-bpe")
+    seconds[:] = [0.2]
+    options = steps_of_this_machine(tmp_path / "demo", config)
+    assert options == {"train.steps": "900"}
+    assert "900 training steps instead of 2,400, to take about 5 minutes here" in capsys.readouterr().err
+    (tmp_path / "demo").mkdir()
+    RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
+    assert steps_of_this_machine(tmp_path / "demo", config) == options  # nothing is timed: `seconds` is empty
 
 
 def _defined(path: Path) -> set[str]:

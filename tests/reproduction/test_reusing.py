@@ -53,11 +53,11 @@ def trained(monkeypatch):
 
 def test_the_same_models_are_copied_and_give_the_same_results(micro, words, tmp_path, data_dir, source, monkeypatch):
     before, made = files(source), trained(monkeypatch)
-    it = table6(micro, words, tmp_path, data_dir, reuse=source)
+    it = table6(micro, words, tmp_path, data_dir, reuse=(source,))
     reused = it.run()
     assert made == ["table6-xl-half"]
     assert files(source) == before
-    anew = dataclasses.replace(it, reuse=None, out=tmp_path / "anew").run()
+    anew = dataclasses.replace(it, reuse=(), out=tmp_path / "anew").run()
     assert len(made) == 4
     for one, other in zip(reused, anew, strict=True):
         assert one.by_seed[1]["config"] == other.by_seed[1]["config"]
@@ -68,7 +68,7 @@ def test_the_same_models_are_copied_and_give_the_same_results(micro, words, tmp_
 
 def test_seeds_that_the_other_folder_lacks_are_trained(micro, words, tmp_path, data_dir, source, monkeypatch):
     made = trained(monkeypatch)
-    table6(micro, words, tmp_path, data_dir, "xl", reuse=source, seeds=2).run()
+    table6(micro, words, tmp_path, data_dir, "xl", reuse=(source,), seeds=2).run()
     assert made == ["table6-xl"]
     [second] = (tmp_path / "table6" / "runs" / "xl-seed2").glob("log.jsonl")
     assert '"event": "train"' in second.read_text()
@@ -77,7 +77,7 @@ def test_seeds_that_the_other_folder_lacks_are_trained(micro, words, tmp_path, d
 def test_what_is_not_finished_is_trained(micro, words, tmp_path, data_dir, source, monkeypatch):
     (source / "results" / "xl-128M-seed1.json").unlink()
     made = trained(monkeypatch)
-    table6(micro, words, tmp_path, data_dir, "xl", "no-recurrence", reuse=source).run()
+    table6(micro, words, tmp_path, data_dir, "xl", "no-recurrence", reuse=(source,)).run()
     assert made == ["table6-xl"]
 
 
@@ -90,7 +90,7 @@ def test_a_run_of_another_configuration_or_text_is_not_taken(micro, words, tmp_p
     log = source / "runs" / "no-recurrence-seed1" / "log.jsonl"
     identity = RunDirectory(log.parent).trained_on()["identity"]
     log.write_text(log.read_text().replace(identity, "0" * 64))
-    table6(micro, words, tmp_path, data_dir, "xl", "no-recurrence", reuse=source).run()
+    table6(micro, words, tmp_path, data_dir, "xl", "no-recurrence", reuse=(source,)).run()
     assert made == ["table6-xl", "table6-no-recurrence"]
 
 
@@ -98,14 +98,14 @@ def test_sentences_in_random_order_are_another_text(micro, words, tmp_path, data
     made = trained(monkeypatch)
     wanted = rows("table7", "xl")
     it = experiment("table7", micro, words, tmp_path / "table7", data_dir, seeds=1, rows=wanted)
-    dataclasses.replace(it, reuse=source).run()
+    dataclasses.replace(it, reuse=(source,)).run()
     assert made == ["table7-xl"]
 
 
 def test_what_a_killed_copy_left_is_replaced(micro, words, tmp_path, data_dir, source, monkeypatch):
     made = trained(monkeypatch)
     partial = tmp_path / "table6" / "runs" / "xl-seed1.partial"
-    it = table6(micro, words, tmp_path, data_dir, "xl", reuse=source)
+    it = table6(micro, words, tmp_path, data_dir, "xl", reuse=(source,))
     real = module.take_run
 
     def killed(*given):
@@ -123,7 +123,7 @@ def test_the_learning_rate_is_taken_too(micro, words, tmp_path, data_dir, monkey
     first = experiment("table8", scale, words, tmp_path / "table8", data_dir, seeds=1, rows=rows("table8", "xl-128M"))
     [there] = first.run()
     made = trained(monkeypatch)
-    [here] = table6(scale, words, tmp_path, data_dir, "xl", reuse=first.out).run()
+    [here] = table6(scale, words, tmp_path, data_dir, "xl", reuse=(first.out,)).run()
     assert made == []
     assert here.by_seed[1]["rates"] == there.by_seed[1]["rates"]
 
@@ -136,15 +136,15 @@ def test_folders_of_another_training_are_refused_and_nothing_is_written(
     for options, said in (
         ({"scale": micro.with_steps(7)}, r"has models of another training: scale.steps None -> 7"),
         ({"data": dataclasses.replace(words, corpus=str(other))}, r"has models of another training: text "),
-        ({"reuse": tmp_path / "none"}, r"not a reproduction's folder \(it has no experiment.json\)"),
+        ({"reuse": (tmp_path / "none",)}, r"not a reproduction's folder \(it has no experiment.json\)"),
     ):
         with pytest.raises(UserError, match=said):
-            table6(micro, words, tmp_path, data_dir, "xl", **({"reuse": source} | options)).run()
+            table6(micro, words, tmp_path, data_dir, "xl", **({"reuse": (source,)} | options)).run()
         assert not (tmp_path / "table6").exists()
 
 
 def test_a_table_without_training_is_refused(micro, words, tmp_path, data_dir, source):
     it = experiment("table9", micro, words, tmp_path / "table9", data_dir, seeds=1)
     with pytest.raises(UserError, match="--reuse: table9 trains no models"):
-        dataclasses.replace(it, reuse=source).run()
+        dataclasses.replace(it, reuse=(source,)).run()
     assert not it.out.exists()

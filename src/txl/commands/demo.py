@@ -16,8 +16,10 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
-_PRESET, _STEPS_IN_FLOAT32 = "stdlib-bpe", 1500
-"""Preset, and its steps on a processor without fast bfloat16, where a step takes 1.7 times as long."""
+_PRESET = "stdlib-bpe"
+_SECONDS, _FIXED, _BESIDE, _LEAST = 300.0, 40.0, 350, 500
+"""Seconds that the demo may take; seconds of the parts that need no model; time of evaluation and texts, in training
+steps; least number of steps. With fewer the model would hardly be better than zlib."""
 _SAMPLES, _CONTEXT = 3, 256
 """Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of
 a few words a small model soon repeats itself, because in training it has nearly always read more."""
@@ -48,14 +50,16 @@ def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
     from txl.presets import preset
 
-    changes = config_options(arguments)
+    changes, limit = config_options(arguments), arguments.test_tokens
     if arguments.preset == _PRESET:
         changes = arithmetic_of_this_machine() | changes
     out, config = arguments.out, with_options(preset(arguments.preset), changes)
     validate(config)
-    limit = arguments.test_tokens
     if limit is not None and limit < 2 * config.eval.batch_size:
         raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
+    if arguments.preset == _PRESET and "train.steps" not in changes:
+        changes |= steps_of_this_machine(Path(out), config)
+        config = with_options(config, changes)
     options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
     measured = ["--mem-lens", ",".join(map(str, memory_lengths(config)))]
@@ -79,13 +83,37 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def arithmetic_of_this_machine() -> dict[str, str]:
-    """Return training options that keep the demo short on this machine: bfloat16 if it is fast, else fewer steps."""
+    """Return the training options for the arithmetic that this machine is fast in."""
     from txl.commands.options import pick_device
     from txl.runs.environment import multiplies_bfloat16
 
-    if multiplies_bfloat16(pick_device(None)):
-        return {"train.dtype": "bfloat16"}
-    return {"train.steps": str(_STEPS_IN_FLOAT32)}
+    return {"train.dtype": "bfloat16"} if multiplies_bfloat16(pick_device(None)) else {}
+
+
+def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
+    """Return the option with as many steps as fit into the demo's time, at most those of the configuration.
+
+    A few steps on random tokens are timed. If `out` holds a run, return the steps of that run, so that it resumes.
+    """
+    from txl.benchmarking.workloads import timed, training_workload
+    from txl.commands.options import pick_device
+    from txl.runs.directory import RunDirectory
+
+    if RunDirectory(out).config_path.exists():
+        return {"train.steps": str(RunDirectory(out).config().train.steps)}
+    device = pick_device(None)
+    _, step = training_workload(config, config.data.vocab_size, device)
+    steps = steps_within(_SECONDS, timed(step, 3, device), config.train.steps)
+    if steps < config.train.steps:
+        instead = f"{steps:,} training steps instead of {config.train.steps:,}"
+        say(f"{instead}, to take about {_SECONDS / 60:.0f} minutes here")
+    return {"train.steps": str(steps)}
+
+
+def steps_within(seconds: float, step_seconds: float, most: int) -> int:
+    """Return the number of training steps of a demo that takes `seconds`, in whole hundreds."""
+    hundreds = int(((seconds - _FIXED) / step_seconds - _BESIDE) // 100)
+    return min(most, max(_LEAST, 100 * hundreds))
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:

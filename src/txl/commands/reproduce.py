@@ -61,7 +61,13 @@ def add_parser(commands: Subparsers) -> None:
         "is then the most steps (default: four times the scale's)",
     )
     parser.add_argument(
-        "--reuse", metavar="DIR", help="folder of another table; take its models and rates where they are the same"
+        "--reuse",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="folder of another table, whose models and rates are taken where they are the same; or the NAME.json of "
+        "this table from elsewhere, whose results are taken, so that only further rows and seeds are trained "
+        "(may be given several times)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument(
@@ -95,11 +101,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     data = _data(arguments, definition, scale)
     quiet = arguments.quiet or arguments.json
-    if arguments.so_far and (arguments.dry_run or arguments.reuse is not None):
+    if arguments.so_far and (arguments.dry_run or arguments.reuse):
         raise UserError(
             f"--so-far and --{'dry-run' if arguments.dry_run else 'reuse'} were both given; leave one of them out"
         )
-    if arguments.dry_run and arguments.reuse is not None:
+    if arguments.dry_run and arguments.reuse:
         raise UserError("--dry-run: the plan does not look into --reuse; leave one of them out")
     if arguments.dry_run:
         from txl.reproduction.plan import plan, plan_lines
@@ -122,13 +128,13 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     device = pick_device(arguments.device)
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
-    reuse = None if arguments.reuse is None else Path(arguments.reuse)
+    reuse = tuple(map(Path, arguments.reuse))
     experiment = Experiment(
         definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse=reuse, so_far=arguments.so_far
     )
     rows = experiment.run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
-    record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(device))
+    record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(out, device))
     if arguments.json:
         print_json(record)
     else:

@@ -45,6 +45,7 @@ from txl.reproduction.measuring import (
     measure_speed,
 )
 from txl.reproduction.products import least_tokens_of, make_product
+from txl.reproduction.recorded import read_record, take_results
 from txl.reproduction.reusing import check_source, take_rate, take_run
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
@@ -87,7 +88,8 @@ class Experiment:
         device: device that trains and measures.
         data_dir: directory of prepared corpora.
         quiet: True to print no progress on standard error.
-        reuse: folder of another table; equal models and learning rates are copied from there instead of trained.
+        reuse: folders of other tables, from which equal models and learning rates are copied instead of trained, and
+            records of this table, whose results are taken as they are.
         so_far: True to train and measure nothing, and only load the results that are finished.
     """
 
@@ -99,7 +101,7 @@ class Experiment:
     device: str
     data_dir: str | None = None
     quiet: bool = False
-    reuse: Path | None = None
+    reuse: tuple[Path, ...] = ()
     so_far: bool = False
 
     def run(self) -> list[RowResult]:
@@ -119,20 +121,28 @@ class Experiment:
         if self.so_far and not self._folder.is_begun:
             raise UserError(f"--so-far: {self.out} holds no reproduction; leave --so-far out to start one")
         if self.definition.kind == "speed":
-            if self.reuse is not None:
+            if self.reuse:
                 raise UserError(f"--reuse: {self.definition.name} trains no models")
             with self._in_turn("begin"):
                 self._folder.claim({"hardware": _comparable_hardware(self.device)})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
-        if self.reuse is not None:
-            check_source(self.reuse, self.scale, corpus.info()["identity"])
+        identity = corpus.info()["identity"]
+        for folder in self._other_folders:
+            check_source(folder, self.scale, identity)
+        records = [
+            read_record(path, self.definition, self.scale, self.data.corpus, identity)
+            for path in self.reuse
+            if path not in self._other_folders
+        ]
         # After opening the corpus: if that fails, no folder has been created.
         with self._in_turn("begin"):
-            self._folder.claim({"text": corpus.info()["identity"]})
+            self._folder.claim({"text": identity})
             data, corpus = self._trained_on(corpus)
             rows = [self._configured(row, data, corpus) for row in self.definition.rows]
+            for record in records:
+                take_results(record, self.definition, self._result_path, self.out / "rates")
         self._refuse_what_cannot_be(rows, corpus)
         peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
         return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer))
@@ -158,14 +168,15 @@ class Experiment:
                 self._check_result(result, seed, corpus)
 
     def _check_result(self, result: RowResult, seed: int, corpus: Corpus) -> None:
-        path = self._result_path(result.row, seed)
+        path = self._result_path(result.row.key, seed)
         stored = stored_json(path)
         if stored is None or result.config is None or "config" not in stored:
             return
-        if "losses" in stored and not (
+        losses = stored.get("losses") or stored.get("effective context", {}).get("curve")
+        if losses is not None and not (
             "window" in stored
             and stored["targets"] == len(context_targets(corpus, self.scale))
-            and list(stored["losses"]) == [str(length) for length in context_lengths(self.scale)]
+            and list(losses) == [str(length) for length in context_lengths(self.scale)]
         ):
             raise UserError(
                 f"{path} has losses of other targets or contexts, or of attention beyond training's; delete it, and "
@@ -182,6 +193,8 @@ class Experiment:
                 )
             configured = at_rate(configured, stored["rates"]["factor"])
         before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
+        if "recorded" in stored:  # on another machine, where other arithmetic may be fast
+            before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
             raise UserError(
@@ -189,10 +202,15 @@ class Experiment:
                 f"run to train anew"
             )
 
-    def _result_path(self, row: Row, seed: int) -> Path:
+    @property
+    def _other_folders(self) -> list[Path]:
+        """Folders to copy models from; the other paths of `reuse` are records."""
+        return [path for path in self.reuse if not path.is_file()]
+
+    def _result_path(self, key: str, seed: int) -> Path:
         # Each product has its own results; tables of one experiment share results.
         own = self.definition.product or "."
-        return self.out / "results" / own / f"{row.key}-seed{seed}.json"
+        return self.out / "results" / own / f"{key}-seed{seed}.json"
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then every model with the next: each seed's table is complete in turn.
@@ -233,7 +251,7 @@ class Experiment:
     def _load(self, result: RowResult) -> None:
         """Load the stored results of a row; a row without any is marked as not finished."""
         for seed in range(1, self.seeds + 1):
-            stored = stored_json(self._result_path(result.row, seed))
+            stored = stored_json(self._result_path(result.row.key, seed))
             if stored is not None:
                 self._take(result, seed, stored)
         if not result.by_seed:
@@ -243,14 +261,14 @@ class Experiment:
         """Load all results of a row that failed here, if another process has stored them."""
         for seed in range(1, self.seeds + 1):
             with self._in_turn(self._part(result, seed)):
-                stored = stored_json(self._result_path(result.row, seed))
+                stored = stored_json(self._result_path(result.row.key, seed))
             if stored is None:
                 return
             self._take(result, seed, stored)
         result.status, result.reason = "done", ""
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
-        path = self._result_path(result.row, seed)
+        path = self._result_path(result.row.key, seed)
         if not path.exists():
             with self._folder.working_on(self._part(result, seed)):
                 if not path.exists():  # another process may have finished just now
@@ -311,15 +329,15 @@ class Experiment:
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
             with self._folder.working_on(f"rates-{recipe_of(run)}"):
-                if self.reuse is not None:
-                    take_rate(self.reuse, recipe_of(run), self.out / "rates")
+                for folder in self._other_folders:
+                    take_rate(folder, recipe_of(run), self.out / "rates")
                 tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
         self._begin(result.row, seed)
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        if self.reuse is not None:
-            taken = take_run(self.reuse, run, corpus.info()["identity"], directory)
+        for folder in self._other_folders:
+            taken = take_run(folder, run, corpus.info()["identity"], directory)
             if taken is not None:
                 self._say(f"{result.row.key}: the same model is in {taken}")
         outcome = self._fit(run, directory)  # a finished run is not trained again
@@ -369,7 +387,7 @@ class Experiment:
         assert row.cache_over is not None
         base = self.definition.row(row.cache_over)
         directory = self.out / "runs" / f"{base.key}-seed{seed}"
-        if not self._result_path(base, seed).exists():  # a failed run has checkpoints but no result
+        if not self._result_path(base.key, seed).exists():  # a failed run has checkpoints but no result
             raise UserError(f"{base.key} has no finished model of this seed, which the cache needs")
         self._begin(row, seed)
         model, _ = RunDirectory(directory).load(device=self.device)
@@ -386,7 +404,7 @@ class Experiment:
             max_tokens=self.scale.eval_tokens,
         )
         run.name = f"{self.definition.experiment_name}-{row.key}"  # the name in this row's own configuration
-        trained = stored_json(self._result_path(base, seed))
+        trained = stored_json(self._result_path(base.key, seed))
         return {name: trained[name] for name in ("rates", "steps") if name in trained} | {
             "quality": quality(found.with_cache.nll, corpus.unit),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
@@ -476,6 +494,7 @@ def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Pa
     return Path("runs/reproduce") / "-".join([definition.experiment_name, scale.name, *changed, corpus])
 
 
-def circumstances(device: str) -> JsonObject:
-    """Return descriptions of the hardware and software of an experiment."""
-    return {"hardware": describe_hardware(device), "software": describe_software()}
+def circumstances(out: Path, device: str) -> JsonObject:
+    """Return descriptions of the hardware and software of an experiment, and the identity of its text if it has one."""
+    text = {name: value for name, value in (stored_json(out / "experiment.json") or {}).items() if name == "text"}
+    return {"hardware": describe_hardware(device), "software": describe_software()} | text

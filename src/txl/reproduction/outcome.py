@@ -125,6 +125,9 @@ def _effective_contexts(
     for group in dict.fromkeys(row.group for row in definition.rows):
         members = [result for result in rows if result.row.group == group and result.row.trained]
         for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
+            if all("effective context" in member.by_seed[seed] for member in members):
+                found.append(_recorded_contexts(members, group, seed, values, curves))
+                continue
             losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
             longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}
             context = effective_context(losses, FRACTIONS, longest=longest, step=step)
@@ -140,6 +143,25 @@ def _effective_contexts(
             gains = {key: {pair: each[key] for pair, each in by_pair.items()} for key in losses}
             found.append(GroupGains(group, seed, gains))
     return found
+
+
+def _recorded_contexts(
+    members: list[RowResult],
+    group: str,
+    seed: int,
+    values: dict[str, dict[str, list[float]]],
+    curves: dict[str, dict[int, list[float]]],
+) -> GroupGains:
+    """Do as `_effective_contexts` for a group and seed from a record, which has no losses of single targets."""
+    gains = {}
+    for member in members:
+        key, recorded = member.row.key, member.by_seed[seed]["effective context"]
+        for name, value in recorded["values"].items():
+            values[key].setdefault(name, []).append(value)
+        for length, loss in recorded["curve"].items():
+            curves.setdefault(key, {}).setdefault(int(length), []).append(loss)
+        gains[key] = {(each["short"], each["long"]): each["gain"] for each in recorded["gains"]}
+    return GroupGains(group, seed, gains)
 
 
 def _losses(measured: JsonObject) -> dict[int, torch.Tensor]:
@@ -284,3 +306,23 @@ def repeats_text(outcome: Outcome) -> str:
 
 def _line(fields: list[str]) -> str:
     return "| " + " | ".join(each.replace("|", "\\|") for each in fields) + " |"
+
+
+def recorded_seeds(outcome: Outcome) -> list[tuple[JsonObject, list[int]]]:
+    """Return the origin of the results that were taken from records, each with its seeds."""
+    found: list[tuple[JsonObject, list[int]]] = []
+    for result in outcome.rows:
+        for seed, measured in sorted(result.by_seed.items()):
+            if (origin := measured.get("recorded")) is None:
+                continue
+            seeds = next((seeds for each, seeds in found if each == origin), None)
+            if seeds is None:
+                found.append((origin, seeds := []))
+            if seed not in seeds:
+                seeds.append(seed)
+    return found
+
+
+def named_seeds(seeds: Sequence[int]) -> str:
+    """Return seeds in words: seed 3, or seeds 1, 2."""
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, sorted(seeds)))}"

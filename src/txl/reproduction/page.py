@@ -30,6 +30,8 @@ from txl.reproduction.outcome import (
     group_distances,
     headings,
     hit_cap,
+    named_seeds,
+    recorded_seeds,
     repeats_text,
     tuned_rates,
 )
@@ -110,7 +112,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
 
 def _without_losses(measured: JsonObject) -> JsonObject:
     """Return a measurement without configuration and losses of single targets, with None for NaN and infinity."""
-    kept = {name: value for name, value in measured.items() if name not in ("losses", "config")}
+    kept = {name: value for name, value in measured.items() if name not in ("losses", "config", "effective context")}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in kept.items()
     }
@@ -318,7 +320,8 @@ def _budget(outcome: Outcome) -> str:
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
         train, model = run.train, run.model
-        seconds = statistics.fmean(each.get("training_seconds", 0.0) for each in result.by_seed.values())
+        here = [each for each in result.by_seed.values() if "recorded" not in each] or list(result.by_seed.values())
+        seconds = statistics.fmean(each.get("training_seconds", 0.0) for each in here)
         steps = round(statistics.fmean(each.get("steps", train.steps) for each in result.by_seed.values()))
         rows.append(
             [
@@ -369,9 +372,17 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: Json
         *((name, str(version)) for name, version in software.items()),
         ("command", shlex.join(command)),
     ]
+    recorded = [
+        note(
+            f"Measured before, and taken from a record: {named_seeds(seeds)}, {origin['hardware']['cpu']} "
+            f"({origin['dtype'] or 'float32'}), {shlex.join(origin['command'])}"
+        )
+        for origin, seeds in recorded_seeds(outcome)
+    ]
     return section(
         "Where and how",
         pairs("Environment of the last command", rows),
+        *recorded,
         note(f"Everything on this page, and more, is in `{outcome.definition.name}.json` beside it."),
     )
 

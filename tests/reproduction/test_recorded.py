@@ -1,0 +1,124 @@
+"""Results of a record are taken as they are; only what the record lacks is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from tests.reproduction.conftest import experiment, gathered
+from tests.reproduction.test_reusing import RULES, rows, trained
+
+from txl.errors import UserError
+from txl.reproduction.experiment import circumstances
+from txl.reproduction.outcome import markdown, named_seeds, recorded_seeds
+from txl.reproduction.page import write_outcome
+
+ROWS = {"table6": ("xl", "no-recurrence"), "table8": ("xl-128M", "transformer")}
+
+
+def made(table, scale, words, out, data_dir, seeds, **options):
+    """Return an experiment, its outcome, and the path of its record."""
+    it = experiment(table, scale, words, out, data_dir, seeds=seeds, rows=rows(table, *ROWS[table]))
+    it = dataclasses.replace(it, **options)
+    outcome = gathered(it, it.run())
+    write_outcome(outcome, out, ["txl", "reproduce", table, "--out", out.name], circumstances(out, "cpu"))
+    return it, outcome, out / f"{table}.json"
+
+
+def numbers(outcome):
+    """Return all numbers of an outcome except times."""
+    gains = [(each.group, each.seed, each.gains) for each in outcome.gains]
+    return outcome.values, outcome.curves, gains, [verdict for _, verdict in outcome.verdicts()]
+
+
+@pytest.mark.parametrize("table", ["table6", "table8"])
+def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_path, data_dir, monkeypatch):
+    scale = dataclasses.replace(micro, judged=True)
+    _, whole, _ = made(table, scale, words, tmp_path / "whole", data_dir, 2)
+    _, _, record = made(table, scale, words, tmp_path / "first", data_dir, 1)
+    new = trained(monkeypatch)
+    _, joined, path = made(table, scale, words, tmp_path / "second", data_dir, 2, reuse=(record,))
+    assert len(new) == 2
+    assert not list((tmp_path / "second" / "runs").glob("*-seed1"))
+    assert numbers(joined) == numbers(whole)
+    assert markdown(joined) == markdown(whole)
+    [(origin, seeds)] = recorded_seeds(joined)
+    assert named_seeds(seeds) == "seed 1"
+    assert origin["command"][-1] == "first"
+    assert "Measured before, and taken from a record: seed 1" in (tmp_path / "second" / f"{table}.html").read_text()
+    # A record of taken results can be taken again, and still names where each seed was measured.
+    _, again, _ = made(table, scale, words, tmp_path / "third", data_dir, 2, reuse=(path,))
+    assert len(new) == 2
+    assert numbers(again) == numbers(whole)
+    assert [named_seeds(seeds) for _, seeds in recorded_seeds(again)] == ["seed 1", "seed 2"]
+
+
+def test_what_is_in_the_folder_already_is_kept(micro, words, tmp_path, data_dir):
+    it, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
+    kept = [path.read_text() for path in sorted((it.out / "results").glob("*.json"))]
+    dataclasses.replace(it, reuse=(record,)).run()
+    assert [path.read_text() for path in sorted((it.out / "results").glob("*.json"))] == kept
+
+
+def test_rows_that_a_record_lacks_are_trained(micro, words, tmp_path, data_dir, monkeypatch):
+    it, _, record = made("table8", micro, words, tmp_path / "first", data_dir, 1)
+    stored = json.loads(record.read_text())
+    stored["rows"] = [row for row in stored["rows"] if row["row"] != "transformer"]
+    record.write_text(json.dumps({"commit": "0" * 40, "date": "2026-01-01", "output": stored}))
+    new = trained(monkeypatch)
+    again = dataclasses.replace(it, out=tmp_path / "second", reuse=(record,))
+    assert [each.status for each in again.run()] == ["done", "done"]
+    # The group of a seed is measured together, because its models share a baseline.
+    assert new == ["context-xl-128M", "context-transformer"]
+
+
+def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, monkeypatch):
+    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    _, first, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
+    new = trained(monkeypatch)
+    _, second, _ = made("table6", scale, words, tmp_path / "second", data_dir, 2, reuse=(record,))
+    assert new == ["table6-xl", "table6-no-recurrence"]
+    for one, other in zip(first.rows, second.rows, strict=True):
+        assert one.by_seed[1]["rates"] == other.by_seed[2]["rates"]
+
+
+def test_another_machine_may_train_in_other_arithmetic(micro, words, tmp_path, data_dir):
+    _, _, record = made("table6", micro.with_dtype("bfloat16"), words, tmp_path / "first", data_dir, 1)
+    _, joined, _ = made("table6", micro, words, tmp_path / "second", data_dir, 2, reuse=(record,))
+    [(origin, _)] = recorded_seeds(joined)
+    assert origin["dtype"] == "bfloat16"
+    assert "(bfloat16), txl reproduce table6" in (tmp_path / "second" / "table6.html").read_text()
+
+
+def test_records_of_something_else_are_refused_and_nothing_is_written(micro, words, tmp_path, data_dir, story):
+    _, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
+    other = tmp_path / "other.txt"
+    other.write_text(story.read_text() + "One more line.\n")
+    stored = json.loads(record.read_text())
+    named = tmp_path / "named.json"  # as earlier versions wrote it, without the text's identity
+    named.write_text(json.dumps({name: value for name, value in stored.items() if name != "text"} | {"corpus": "ptb"}))
+    for name, text in (("list.json", "[]"), ("empty.json", "{}"), ("broken.json", "{")):
+        (tmp_path / name).write_text(text)
+    changed = dataclasses.replace(words, corpus=str(other))
+    for table, scale, data, path, said in (
+        ("table8", micro, words, record, "a record of table6, of which table8 can take nothing"),
+        ("table6", micro.with_steps(7), words, record, "is of another reproduction: scale.steps None -> 7"),
+        ("table6", micro, changed, record, "is of another reproduction: text "),
+        ("table6", micro, words, named, "is of another reproduction: text ptb -> "),
+        ("table6", micro, words, tmp_path / "list.json", "not a record of a reproduction"),
+        ("table6", micro, words, tmp_path / "empty.json", "not a record of a reproduction"),
+        ("table6", micro, words, tmp_path / "broken.json", "not JSON"),
+    ):
+        with pytest.raises(UserError, match=said):
+            made(table, scale, data, tmp_path / "second", data_dir, 1, reuse=(path,))
+        assert not (tmp_path / "second").exists()
+
+
+def test_a_result_of_another_configuration_is_refused(micro, words, tmp_path, data_dir):
+    _, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
+    stored = json.loads(record.read_text())
+    stored["rows"][0]["config"]["model"]["n_layer"] = 3
+    record.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"is of another configuration: .*n_layer 3 -> 1"):
+        made("table6", micro, words, tmp_path / "second", data_dir, 1, reuse=(record,))
