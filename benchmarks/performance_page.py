@@ -138,6 +138,15 @@ def training_attention(output: Record) -> str:
     )
 
 
+def beside_pytorch(record: Record) -> str:
+    """Return the text about everything that is compiled, on a processor with narrow vectors."""
+    rows = [[row["work"], row["of"], f"{row['times_pytorch']:.2f}"] for row in record["rows"]]
+    return (
+        "Speed relative to PyTorch alone (in training with `shifted` attention), float32, on a processor with AVX2 but "
+        f"without AVX-512. Both are timed in turns.\n\n{table(['work', 'of', 'times as fast'], rows)}\n"
+    )
+
+
 def vocabulary_memory(record: Record) -> str:
     """Return the text about the peak memory of a step for each way to compute cross-entropy."""
     rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
@@ -329,6 +338,12 @@ SECTIONS = (
         "training-attention",
         "python -m benchmarks.training_attention results/training-attention.json",
         training_attention,
+    ),
+    Section(
+        "Compiled code without AVX-512",
+        "compiled-avx2",
+        "python -m benchmarks.compiled results/compiled-avx2.json",
+        beside_pytorch,
     ),
     Section(
         "How cost grows",

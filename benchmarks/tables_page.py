@@ -22,6 +22,7 @@ from benchmarks.performance_page import table
 from matplotlib.figure import Figure
 
 from txl.reporting.plots import ACCENT, INK, SECOND, save_figure
+from txl.reproduction.outcome import named_seeds, recorded_seeds
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -137,7 +138,16 @@ def at_cap(output: Record) -> str:
 def made(stem: str, record: Record) -> str:
     """Return the line that states the source of the numbers."""
     command = record["command"] if isinstance(record["command"], str) else shlex.join(record["command"])
-    return f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
+    line = f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
+    measured = ((int(seed), each) for row in record["output"]["rows"] for seed, each in row["seeds"].items())
+    return "\n".join([line, *(taken(*each) for each in recorded_seeds(measured))])
+
+
+def taken(origin: Record, seeds: list[int]) -> str:
+    """Return the line that states where seeds that a record took from another one were measured."""
+    arithmetic, processor = origin["dtype"] or "float32", origin["hardware"]["cpu"]
+    commit = f"commit {origin['commit'][:7]}, {origin['date']}, " if "commit" in origin else ""
+    return f"Measured before: {named_seeds(seeds)}, {commit}in {arithmetic} on {processor}.\n"
 
 
 def plotted(output: Record) -> list[tuple[str, list[float]]]:

@@ -32,6 +32,10 @@ def numbers(outcome):
     return outcome.values, outcome.curves, gains, [verdict for _, verdict in outcome.verdicts()]
 
 
+def origins(outcome):
+    return recorded_seeds(each for result in outcome.rows for each in result.by_seed.items())
+
+
 @pytest.mark.parametrize("table", ["table6", "table8"])
 def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_path, data_dir, monkeypatch):
     scale = dataclasses.replace(micro, judged=True)
@@ -43,7 +47,7 @@ def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_pat
     assert not list((tmp_path / "second" / "runs").glob("*-seed1"))
     assert numbers(joined) == numbers(whole)
     assert markdown(joined) == markdown(whole)
-    [(origin, seeds)] = recorded_seeds(joined)
+    [(origin, seeds)] = origins(joined)
     assert named_seeds(seeds) == "seed 1"
     assert origin["command"][-1] == "first"
     assert "Measured before, and taken from a record: seed 1" in (tmp_path / "second" / f"{table}.html").read_text()
@@ -51,7 +55,7 @@ def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_pat
     _, again, _ = made(table, scale, words, tmp_path / "third", data_dir, 2, reuse=(path,))
     assert len(new) == 2
     assert numbers(again) == numbers(whole)
-    assert [named_seeds(seeds) for _, seeds in recorded_seeds(again)] == ["seed 1", "seed 2"]
+    assert [named_seeds(seeds) for _, seeds in origins(again)] == ["seed 1", "seed 2"]
 
 
 def test_what_is_in_the_folder_already_is_kept(micro, words, tmp_path, data_dir):
@@ -86,7 +90,7 @@ def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, monkeypa
 def test_another_machine_may_train_in_other_arithmetic(micro, words, tmp_path, data_dir):
     _, _, record = made("table6", micro.with_dtype("bfloat16"), words, tmp_path / "first", data_dir, 1)
     _, joined, _ = made("table6", micro, words, tmp_path / "second", data_dir, 2, reuse=(record,))
-    [(origin, _)] = recorded_seeds(joined)
+    [(origin, _)] = origins(joined)
     assert origin["dtype"] == "bfloat16"
     assert "(bfloat16), txl reproduce table6" in (tmp_path / "second" / "table6.html").read_text()
 

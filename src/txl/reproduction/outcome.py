@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -308,21 +308,23 @@ def _line(fields: list[str]) -> str:
     return "| " + " | ".join(each.replace("|", "\\|") for each in fields) + " |"
 
 
-def recorded_seeds(outcome: Outcome) -> list[tuple[JsonObject, list[int]]]:
-    """Return the origin of the results that were taken from records, each with its seeds."""
-    found: list[tuple[JsonObject, list[int]]] = []
-    for result in outcome.rows:
-        for seed, measured in sorted(result.by_seed.items()):
-            if (origin := measured.get("recorded")) is None:
-                continue
-            seeds = next((seeds for each, seeds in found if each == origin), None)
-            if seeds is None:
-                found.append((origin, seeds := []))
-            if seed not in seeds:
-                seeds.append(seed)
-    return found
+def recorded_seeds(measured: Iterable[tuple[int, JsonObject]]) -> list[tuple[JsonObject, list[int]]]:
+    """Return the origins of the measurements that were taken from records, each with its seeds.
+
+    Args:
+        measured: seeds with the measurements of any rows.
+    """
+    found: list[tuple[JsonObject, set[int]]] = []
+    for seed, each in measured:
+        if (origin := each.get("recorded")) is None:
+            continue
+        seeds = next((seeds for known, seeds in found if known == origin), None)
+        if seeds is None:
+            found.append((origin, seeds := set()))
+        seeds.add(seed)
+    return [(origin, sorted(seeds)) for origin, seeds in found]
 
 
 def named_seeds(seeds: Sequence[int]) -> str:
     """Return seeds in words: seed 3, or seeds 1, 2."""
-    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, sorted(seeds)))}"
+    return f"seed{'' if len(seeds) == 1 else 's'} {', '.join(map(str, seeds))}"

@@ -377,7 +377,7 @@ def _circumstances(outcome: Outcome, command: Sequence[str], circumstances: Json
             f"Measured before, and taken from a record: {named_seeds(seeds)}, {origin['hardware']['cpu']} "
             f"({origin['dtype'] or 'float32'}), {shlex.join(origin['command'])}"
         )
-        for origin, seeds in recorded_seeds(outcome)
+        for origin, seeds in recorded_seeds(each for result in outcome.rows for each in result.by_seed.items())
     ]
     return section(
         "Where and how",
