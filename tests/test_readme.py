@@ -151,7 +151,12 @@ def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeyp
     seconds[:] = [0.2]
     options = steps_of_this_machine(tmp_path / "demo", config)
     assert options == {"train.steps": "900"}
-    assert "900 training steps instead of 2,400, to take about 5 minutes here" in capsys.readouterr().err
+    assert "900 training steps instead of 2,400: the demo takes about 5 minutes here" in capsys.readouterr().err
+    seconds[:] = [0.5]
+    steps_of_this_machine(tmp_path / "other", config)
+    assert "500 training steps instead of 2,400: the demo takes about 8 minutes here" in capsys.readouterr().err
+    words = with_options(config, {"data.unit": "word"})
+    assert steps_of_this_machine(tmp_path / "other", words) == {}
     (tmp_path / "demo").mkdir()
     RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
     assert steps_of_this_machine(tmp_path / "demo", config) == options  # nothing is timed: `seconds` is empty

@@ -106,7 +106,8 @@ def test_records_of_something_else_are_refused_and_nothing_is_written(micro, wor
         (tmp_path / name).write_text(text)
     changed = dataclasses.replace(words, corpus=str(other))
     for table, scale, data, path, said in (
-        ("table8", micro, words, record, "a record of table6, of which table8 can take nothing"),
+        ("table8", micro, words, record, "a record of table6; give one of table8, or a folder"),
+        ("table6", micro, words, tmp_path / "none.json", "no such file or folder"),
         ("table6", micro.with_steps(7), words, record, "is of another reproduction: scale.steps None -> 7"),
         ("table6", micro, changed, record, "is of another reproduction: text "),
         ("table6", micro, words, named, "is of another reproduction: text ptb -> "),
@@ -124,5 +125,81 @@ def test_a_result_of_another_configuration_is_refused(micro, words, tmp_path, da
     stored = json.loads(record.read_text())
     stored["rows"][0]["config"]["model"]["n_layer"] = 3
     record.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=r"is of another configuration: .*n_layer 3 -> 1"):
+    with pytest.raises(UserError, match=r"--reuse .*is of another configuration: .*n_layer 3 -> 1"):
         made("table6", micro, words, tmp_path / "second", data_dir, 1, reuse=(record,))
+    assert not (tmp_path / "second" / "results").exists()  # the folder can be used without the record
+
+
+@pytest.mark.parametrize(
+    ("table", "damage"),
+    [
+        ("table6", lambda record: record.update(scale=None)),
+        ("table6", lambda record: record.update(rows=None)),
+        ("table6", lambda record: record.update(rows=["xl"])),
+        ("table6", lambda record: record.update(hardware={})),
+        ("table6", lambda record: record["rows"][1].pop("config")),
+        ("table6", lambda record: record["rows"][1].update(config=None)),
+        ("table6", lambda record: record["rows"][1]["seeds"]["1"].pop("init")),
+        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(quality=None)),
+        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(rates=None)),
+        ("table6", lambda record: record["rows"][1].update(seeds={"one": {}})),
+        ("table8", lambda record: record.update(gains=[])),
+        ("table8", lambda record: record["rows"][0].update(values={"r = 0.1": []})),
+    ],
+)
+def test_a_damaged_record_is_refused_and_nothing_is_written(table, damage, records, micro, words, tmp_path, data_dir):
+    stored = json.loads(records[table].read_text())
+    damage(stored)
+    (tmp_path / "damaged.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match="damaged.json: damaged "):
+        made(table, micro, words, tmp_path / "out", data_dir, 1, reuse=(tmp_path / "damaged.json",))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def records(micro, words, tmp_path, data_dir):
+    """Records of one seed, by table."""
+    return {table: made(table, micro, words, tmp_path / table, data_dir, 1)[2] for table in ROWS}
+
+
+def test_a_group_that_was_measured_here_in_part_is_measured_here(
+    records, micro, words, tmp_path, data_dir, monkeypatch
+):
+    """Losses of single targets and recorded lengths of one group would not fit together."""
+    out = tmp_path / "half"
+    it, _, _ = made("table8", micro, words, out, data_dir, 1)
+    (out / "results" / "transformer-seed1.json").unlink()
+    again = dataclasses.replace(it, reuse=(records["table8"],))
+    gathered(again, again.run())
+    assert '"losses"' in (out / "results" / "transformer-seed1.json").read_text()
+    # The other way round: one recorded result was deleted.
+    taken = dataclasses.replace(it, out=tmp_path / "taken", reuse=(records["table8"],))
+    taken.run()
+    (taken.out / "results" / "transformer-seed1.json").unlink()
+    with pytest.raises(UserError, match=r"xl-128M-seed1.json: from a record, .* delete these results"):
+        dataclasses.replace(taken, reuse=()).run()
+    taken.run()  # the record has it still
+
+
+def test_seeds_share_their_learning_rate(micro, words, tmp_path, data_dir):
+    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    it, _, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
+    stored = json.loads(record.read_text())
+    for row in stored["rows"]:
+        row["seeds"]["1"]["rates"]["factor"] = 2.0
+    record.write_text(json.dumps(stored))
+    with pytest.raises(UserError, match=r"was trained at 2 times its learning rate, the other seeds at 1 times"):
+        dataclasses.replace(it, reuse=(record,)).run()
+
+
+def test_a_model_whose_cache_is_not_recorded_is_trained(micro, words, tmp_path, data_dir, monkeypatch):
+    monkeypatch.setitem(ROWS, "table1", ("xl-standard", "lstm", "lstm-cache"))
+    scale = dataclasses.replace(micro, eval_tokens=None)
+    it, _, record = made("table1", scale, words, tmp_path / "first", data_dir, 1)
+    stored = json.loads(record.read_text())
+    stored["rows"][2]["seeds"] = {}
+    record.write_text(json.dumps(stored))
+    new = trained(monkeypatch)
+    again = dataclasses.replace(it, out=tmp_path / "second", reuse=(record,)).run()
+    assert [(each.status, each.reason) for each in again] == [("done", "")] * 3
+    assert new == ["table1-lstm"]

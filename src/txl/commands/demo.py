@@ -95,18 +95,24 @@ def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
 
     A few steps on random tokens are timed. If `out` holds a run, return the steps of that run, so that it resumes.
     """
+    from txl.allocator import keep_freed_memory
     from txl.benchmarking.workloads import timed, training_workload
     from txl.commands.options import pick_device
     from txl.runs.directory import RunDirectory
 
     if RunDirectory(out).config_path.exists():
         return {"train.steps": str(RunDirectory(out).config().train.steps)}
+    if config.data.unit != "bpe":  # the size of the vocabulary is not known yet
+        return {}
+    keep_freed_memory()  # as in training
     device = pick_device(None)
     _, step = training_workload(config, config.data.vocab_size, device)
-    steps = steps_within(_SECONDS, timed(step, 3, device), config.train.steps)
+    step_seconds = timed(step, 3, device)
+    steps = steps_within(_SECONDS, step_seconds, config.train.steps)
     if steps < config.train.steps:
+        minutes = (_FIXED + (steps + _BESIDE) * step_seconds) / 60
         instead = f"{steps:,} training steps instead of {config.train.steps:,}"
-        say(f"{instead}, to take about {_SECONDS / 60:.0f} minutes here")
+        say(f"{instead}: the demo takes about {minutes:.0f} minutes here")
     return {"train.steps": str(steps)}
 
 

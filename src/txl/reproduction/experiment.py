@@ -20,7 +20,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ from txl.reproduction.measuring import (
     measure_speed,
 )
 from txl.reproduction.products import least_tokens_of, make_product
-from txl.reproduction.recorded import read_record, take_results
+from txl.reproduction.recorded import recorded_results, result_path, take
 from txl.reproduction.reusing import check_source, take_rate, take_run
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
@@ -129,23 +129,37 @@ class Experiment:
             return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
         identity = corpus.info()["identity"]
-        for folder in self._other_folders:
+        folders, records = self._sources()
+        for folder in folders:
             check_source(folder, self.scale, identity)
-        records = [
-            read_record(path, self.definition, self.scale, self.data.corpus, identity)
-            for path in self.reuse
-            if path not in self._other_folders
+        found = [
+            each
+            for path in records
+            for each in recorded_results(
+                path, self.definition, self.scale, self.data.corpus, identity, self.definition.measures
+            )
         ]
         # After opening the corpus: if that fails, no folder has been created.
         with self._in_turn("begin"):
             self._folder.claim({"text": identity})
             data, corpus = self._trained_on(corpus)
             rows = [self._configured(row, data, corpus) for row in self.definition.rows]
-            for record in records:
-                take_results(record, self.definition, self._result_path, self.out / "rates")
+            by_key = {result.row.key: result for result in rows}
+            for each in found:
+                self._check_measured(each.result, f"--reuse {each.record}", by_key[each.row], each.seed, corpus)
+            take(found, self.out, self.definition)
         self._refuse_what_cannot_be(rows, corpus)
         peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
-        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer))
+        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer, folders))
+
+    def _sources(self) -> tuple[list[Path], list[Path]]:
+        """Return the paths of `reuse`: folders to copy models from, and records to take results from."""
+        for path in self.reuse:
+            if not path.exists():
+                raise UserError(f"--reuse {path}: no such file or folder")
+            if self.definition.product is not None and not path.is_dir():
+                raise UserError(f"--reuse {path}: a record has no models to make {self.definition.name} with")
+        return [path for path in self.reuse if path.is_dir()], [path for path in self.reuse if not path.is_dir()]
 
     def _refuse_what_cannot_be(self, rows: list[RowResult], corpus: Corpus) -> None:
         """Refuse an experiment whose measurements would fail, before it has trained for hours."""
@@ -165,12 +179,37 @@ class Experiment:
                 )
         for result in rows:
             for seed in range(1, self.seeds + 1):
-                self._check_result(result, seed, corpus)
+                path = self._result_path(result.row.key, seed)
+                stored = stored_json(path)
+                if stored is not None and "config" in stored:
+                    self._check_measured(stored, str(path), result, seed, corpus)
+        if self.definition.kind == "context":
+            self._check_groups(rows)
 
-    def _check_result(self, result: RowResult, seed: int, corpus: Corpus) -> None:
-        path = self._result_path(result.row.key, seed)
-        stored = stored_json(path)
-        if stored is None or result.config is None or "config" not in stored:
+    def _check_groups(self, rows: list[RowResult]) -> None:
+        """Refuse a group and seed of which only some results are from a record: they cannot be compared with others."""
+        for seed in range(1, self.seeds + 1):
+            for group in dict.fromkeys(row.row.group for row in rows):
+                members = [row.row.key for row in rows if row.row.group == group and row.row.trained]
+                paths = [self._result_path(key, seed) for key in members]
+                recorded = [path for path in paths if "effective context" in (stored_json(path) or {})]
+                if recorded and len(recorded) < len(paths):
+                    raise UserError(
+                        f"{', '.join(map(str, recorded))}: from a record, which has no losses to compare the group's "
+                        f"other models with; delete these results to train their models, or give --reuse all of them"
+                    )
+
+    def _check_measured(self, stored: JsonObject, path: str, result: RowResult, seed: int, corpus: Corpus) -> None:
+        """Refuse a stored or recorded result of another configuration, or of other targets.
+
+        Args:
+            stored: the result.
+            path: name of its file for messages.
+            result: row with its configuration.
+            seed: seed of the run.
+            corpus: corpus of the table.
+        """
+        if result.config is None:
             return
         losses = stored.get("losses") or stored.get("effective context", {}).get("curve")
         if losses is not None and not (
@@ -193,7 +232,7 @@ class Experiment:
                 )
             configured = at_rate(configured, stored["rates"]["factor"])
         before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
-        if "recorded" in stored:  # on another machine, where other arithmetic may be fast
+        if "recorded" in stored:  # measured on another machine, where other arithmetic may be fast
             before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
         changed = changes(before.to_dict(), configured.to_dict())
         if changed:
@@ -202,15 +241,10 @@ class Experiment:
                 f"run to train anew"
             )
 
-    @property
-    def _other_folders(self) -> list[Path]:
-        """Folders to copy models from; the other paths of `reuse` are records."""
-        return [path for path in self.reuse if not path.is_file()]
-
     def _result_path(self, key: str, seed: int) -> Path:
         # Each product has its own results; tables of one experiment share results.
-        own = self.definition.product or "."
-        return self.out / "results" / own / f"{key}-seed{seed}.json"
+        product = self.definition.product
+        return result_path(self.out, key if product is None else f"{product}/{key}", seed)
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then every model with the next: each seed's table is complete in turn.
@@ -320,7 +354,9 @@ class Experiment:
         self._begin(result.row, seed)
         return measure_speed(result.row, self.scale, self.device)
 
-    def _train_and_measure(self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None) -> JsonObject:
+    def _train_and_measure(
+        self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None, folders: Sequence[Path]
+    ) -> JsonObject:
         if result.row.cache_over is not None:
             return self._with_cache(result.row, seed, corpus)
         assert result.config is not None
@@ -329,14 +365,14 @@ class Experiment:
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
             with self._folder.working_on(f"rates-{recipe_of(run)}"):
-                for folder in self._other_folders:
+                for folder in folders:
                     take_rate(folder, recipe_of(run), self.out / "rates")
                 tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
         run.train.seed = seed
         self._begin(result.row, seed)
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        for folder in self._other_folders:
+        for folder in folders:
             taken = take_run(folder, run, corpus.info()["identity"], directory)
             if taken is not None:
                 self._say(f"{result.row.key}: the same model is in {taken}")

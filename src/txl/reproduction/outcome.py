@@ -20,10 +20,8 @@ from txl.units import is_character_unit, measure_name, quality
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
-_SCALARS = {"quality": ("quality",), "attention": ("quality", "init", "attention", "training length")}
 COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
 """Headings of the measures of a row's cost relative to another row."""
-_SCALARS |= {"speed": ("slower",), "context": (), "product": ()}
 
 
 @dataclass(frozen=True)
@@ -86,8 +84,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
     curves: dict[str, dict[int, list[float]]] = {}
     for result in rows:
         by_seed = [result.by_seed[seed] for seed in sorted(result.by_seed)]
-        names = (*_SCALARS[definition.kind], *(COSTS if definition.cost_beside else ()))
-        values[result.row.key] = {name: [each[name] for each in by_seed] for name in names if by_seed}
+        values[result.row.key] = {name: [each[name] for each in by_seed] for name in definition.measures if by_seed}
         for each in by_seed:
             for point in each.get("curve", ()):
                 curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])

@@ -8,24 +8,42 @@ lacks is trained. Tuned learning rates are taken too, so that new seeds train at
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from txl.config import RunConfig
 from txl.errors import UserError
-from txl.files import JsonObject, read_json, write_whole
-from txl.reproduction.converging import at_rate
-from txl.reproduction.folder import changes
+from txl.files import JsonObject, read_json, reason_of, write_whole
+from txl.reproduction.converging import Tuned, at_rate
+from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition
 from txl.runs.directory import of_today
 
-_MAY_DIFFER = ("dtype",)
-"""Entries of a scale's record that may differ between seeds: another machine may be fast in other arithmetic."""
+_MAY_DIFFER = "dtype"
+"""Entry of a scale's record that may differ between seeds: another machine may be fast in other arithmetic."""
 
 
-def read_record(path: Path, definition: Definition, scale: Scale, corpus: str, text: str) -> JsonObject:
-    """Return a record of the same table, at the same scale and on the same text.
+@dataclass(frozen=True)
+class Recorded:
+    """A result that a record has."""
+
+    record: Path
+    row: str
+    """Key of the row."""
+    seed: int
+    result: JsonObject
+    """Measurements with the run's configuration, in the form in which a reproduction stores them."""
+
+
+def recorded_results(
+    path: Path, definition: Definition, scale: Scale, corpus: str, text: str, needed: Sequence[str]
+) -> list[Recorded]:
+    """Return all results that a table can take from a record.
+
+    A model that a row's continuous cache needs is taken only if the result of the cache is there too, and a model of a
+    group (Table 8) only if the group's other models of the same seed are: they cannot be measured later without it.
 
     Args:
         path: the record.
@@ -33,85 +51,124 @@ def read_record(path: Path, definition: Definition, scale: Scale, corpus: str, t
         scale: scale of the reproduction that takes the results.
         corpus: name or path of its corpus.
         text: identity of its corpus. Records of earlier versions lack it; their corpus is compared by name.
+        needed: names of the measures that every result must have.
 
     Raises:
-        UserError: if the file is no record of this table, or of another scale or text.
+        UserError: if the file is no record of this table, is damaged, or is of another scale or text.
     """
     try:
         whole = read_json(path, "give the NAME.json of a reproduction")
     except OSError as error:
-        raise UserError(f"--reuse {path}: cannot be read ({error.strerror or error})") from None
+        raise UserError(f"--reuse {path}: cannot be read ({reason_of(error)})") from None
     record = whole.get("output", whole) if isinstance(whole, dict) else None
-    if not isinstance(record, dict) or not {"what", "scale", "rows", "seeds"} <= record.keys():
+    if not isinstance(record, dict) or not {"what", "scale", "rows", "hardware", "command"} <= record.keys():
         raise UserError(f"--reuse {path}: not a record of a reproduction; give the NAME.json that one has written")
-    if definition.kind in ("speed", "product") or record["what"] != definition.name:
-        raise UserError(
-            f"--reuse {path}: a record of {record['what']}, of which {definition.name} can take nothing; give a folder "
-            f"to take equal models from"
-        )
-    there, wanted = (
-        {"scale": {name: value for name, value in scale_of.items() if name not in _MAY_DIFFER}, "text": identity}
-        for scale_of, identity in (
-            (record["scale"], record.get("text", record.get("corpus"))),
-            (json.loads(json.dumps(scale.to_dict())), text if "text" in record else corpus),
-        )
-    )
-    if changed := changes(there, wanted):
-        raise UserError(f"--reuse {path} is of another reproduction: {', '.join(changed)}")
-    origin = {name: whole[name] for name in ("commit", "date") if name in whole}
-    origin |= {name: record[name] for name in ("command", "hardware", "software") if name in record}
-    return record | {"origin": origin | {"dtype": record["scale"].get("dtype")}}
+    if record["what"] != definition.name:
+        raise UserError(f"--reuse {path}: a record of {record['what']}; give one of {definition.name}, or a folder")
+    try:
+        _check_origin(path, record, scale, corpus, text)
+        origin = {name: whole[name] for name in ("commit", "date") if name in whole}
+        origin |= {name: record[name] for name in ("command", "hardware")} | {"dtype": record["scale"].get("dtype")}
+        assert isinstance(origin["hardware"]["cpu"], str), "hardware"
+        found = [Recorded(path, *each) for each in _results(record, definition, origin)]
+        for each in found:
+            missing = [name for name in needed if not isinstance(each.result[name], (int, float))]
+            assert not missing, f"no number in {', '.join(missing)}"
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"--reuse {path}: damaged ({type(error).__name__}: {error}); give another record") from None
+    return found
 
 
-def take_results(record: JsonObject, definition: Definition, path_of: Callable[[str, int], Path], rates: Path) -> None:
-    """Write the results and learning rates of a record into a reproduction's folder, where the folder has none.
+def take(found: Sequence[Recorded], folder: Path, definition: Definition) -> None:
+    """Write results and learning rates into a reproduction's folder, where the folder has none.
 
     Args:
-        record: record from `read_record`.
+        found: results from `recorded_results`.
+        folder: folder of the reproduction, with results/ and rates/.
         definition: definition of the table.
-        path_of: function that returns the path of the result of a row, by key, and a seed.
-        rates: folder of the tuned learning rates.
+
+    Raises:
+        UserError: if learning rates were tuned differently for the same recipe; nothing is written.
     """
-    for key, seed, result in _results(record, definition):
-        path = path_of(key, seed)
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(result) + "\n")
-        tuned = result.get("rates")
-        if tuned is not None and not (path := rates / f"{tuned['recipe']}.json").exists():
-            rates.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(tuned, indent=1) + "\n")
-
-
-def _results(record: JsonObject, definition: Definition) -> Iterator[tuple[str, int, JsonObject]]:
-    """Yield the row, seed and result of every measurement that can be taken from a record."""
+    rates: dict[str, Tuned] = {}
+    for each in found:
+        tuned: Tuned | None = each.result.get("rates")
+        if tuned is None:
+            continue
+        recipe = tuned["recipe"]
+        known = rates.get(recipe) or stored_json(folder / "rates" / f"{recipe}.json") or tuned
+        if known["factor"] != tuned["factor"]:
+            raise UserError(
+                f"--reuse {each.record}: {recipe} was trained at {tuned['factor']:g} times its learning rate, the "
+                f"other seeds at {known['factor']:g} times; seeds of one table must share a rate"
+            )
+        rates[recipe] = known
     groups = {row.key: row.group for row in definition.rows}
-    rows = {row["row"]: row for row in record["rows"] if row["row"] in groups and row["seeds"]}
-    for key, row in rows.items():
-        seeds = sorted(map(int, row["seeds"]))
-        if definition.kind == "context":  # of an incomplete group, a record has no lengths
-            members = [rows.get(each.key, {"seeds": {}}) for each in definition.rows if each.group == groups[key]]
-            seeds = sorted(set.intersection(*({int(seed) for seed in member["seeds"]} for member in members)))
-        for place, seed in enumerate(seeds):
+    measured_here = {
+        (groups[each.row], each.seed)
+        for each in found
+        if (stored := stored_json(result_path(folder, each.row, each.seed))) is not None and "recorded" not in stored
+    }
+    for recipe, tuned in rates.items():
+        _write_new(folder / "rates" / f"{recipe}.json", json.dumps(tuned, indent=1))
+    for each in found:
+        if definition.kind != "context" or (groups[each.row], each.seed) not in measured_here:
+            _write_new(result_path(folder, each.row, each.seed), json.dumps(each.result))
+
+
+def result_path(folder: Path, row: str, seed: int) -> Path:
+    """Return the path of a row's result in a reproduction's folder."""
+    return folder / "results" / f"{row}-seed{seed}.json"
+
+
+def _write_new(path: Path, text: str) -> None:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text + "\n")
+
+
+def _check_origin(path: Path, record: JsonObject, scale: Scale, corpus: str, text: str) -> None:
+    has_text = "text" in record
+    there = {"scale": dict(record["scale"]), "text": record["text"] if has_text else record["corpus"]}
+    wanted = {"scale": json.loads(json.dumps(scale.to_dict())), "text": text if has_text else corpus}
+    for each in (there, wanted):
+        each["scale"].pop(_MAY_DIFFER, None)
+    if changed := changes(there, wanted):
+        raise UserError(f"--reuse {path} is of another reproduction: {', '.join(changed)}")
+
+
+def _results(record: JsonObject, definition: Definition, origin: JsonObject) -> Iterator[tuple[str, int, JsonObject]]:
+    """Yield the row, seed and result of every measurement that can be taken from a record."""
+    rows = {row["row"]: row for row in record["rows"]}
+    for wanted in definition.rows:
+        if wanted.key not in rows:
+            continue
+        row = rows[wanted.key]
+        together = [each.key for each in definition.rows if each.cache_over == wanted.key]
+        if definition.kind == "context":
+            together = [each.key for each in definition.rows if each.group == wanted.group and each.trained]
+        others = [set(rows[key]["seeds"]) if key in rows else set() for key in together]
+        for place, seed in enumerate(sorted(map(int, set(row["seeds"]).intersection(*others)))):
             result = dict(row["seeds"][str(seed)])
             run = RunConfig.from_dict(of_today(row["config"]))
             if "rates" in result:
                 run = at_rate(run, result["rates"]["factor"])
             run.train.seed = seed
-            result |= {"config": run.to_dict(), "recorded": result.get("recorded", record["origin"])}
+            result |= {"config": run.to_dict(), "recorded": result.get("recorded", origin)}
             if definition.kind == "context":
-                result["effective context"] = _effective_context(record, row, groups[key], seed, place)
-            yield key, seed, result
+                result["effective context"] = _effective_context(record, row, wanted.group, seed, place)
+            yield wanted.key, seed, result
 
 
 def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:
     """Return what a record of Table 8 has instead of losses of single targets: lengths, mean losses, gains."""
+    [gains] = [
+        each["gains"]
+        for each in record["gains"]
+        if (each["group"], each["seed"], each["row"]) == (group, seed, row["row"])
+    ]
     return {
         "values": {name: values[place] for name, values in row["values"].items()},
         "curve": {length: losses[place] for length, losses in row["loss_by_length"].items()},
-        "gains": next(
-            each["gains"]
-            for each in record["gains"]
-            if (each["group"], each["seed"], each["row"]) == (group, seed, row["row"])
-        ),
+        "gains": gains,
     }

@@ -109,6 +109,16 @@ class Row:
         return {name: str(lengths[value]) if isinstance(value, Length) else value for name, value in values.items()}
 
 
+MEASURES: dict[Kind, tuple[str, ...]] = {
+    "quality": ("quality",),
+    "attention": ("quality", "init", "attention", "training length"),
+    "speed": ("slower",),
+    "context": (),
+    "product": (),
+}
+COST_MEASURES = ("time", "reading", "memory")
+
+
 @dataclass(frozen=True)
 class Definition:
     """A table or figure."""
@@ -140,6 +150,11 @@ class Definition:
     notes: tuple[str, ...] = ()
     is_open_question: bool = False
     """True for a question that the paper left open, so that the paper has no such table."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of the numbers that a result of a row has."""
+        return MEASURES[self.kind] + (COST_MEASURES if self.cost_beside else ())
 
     @property
     def experiment_name(self) -> str:
