@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 _PRESET = "stdlib-bpe"
-_SECONDS, _FIXED, _BESIDE, _LEAST = 300.0, 40.0, 350, 500
-"""Seconds that the demo may take; seconds of the parts that need no model; time of evaluation and texts, in training
-steps; least number of steps. With fewer the model would hardly be better than zlib."""
+_SECONDS, _FIXED, _BESIDE, _LEAST = 300.0, 40.0, 350, 900
+"""Seconds that the demo should take; seconds of the parts that need no model; time of evaluation and texts, in training
+steps; least number of steps, because models of 700 steps were not better than zlib."""
 _SAMPLES, _CONTEXT = 3, 256
 """Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of
 a few words a small model soon repeats itself, because in training it has nearly always read more."""
