@@ -32,12 +32,11 @@ from txl.errors import RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import measure_cache
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
+from txl.reproduction.checking import check_groups, check_measured
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
-from txl.reproduction.folder import Busy, Folder, changes, stored_json
+from txl.reproduction.folder import Busy, Folder, stored_json
 from txl.reproduction.measuring import (
-    context_lengths,
-    context_targets,
     is_finite,
     least_tokens,
     measure,
@@ -57,6 +56,8 @@ from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
 from txl.units import quality
 
+_REMEDY = "give another --out, or delete it to measure its model again (and its run, to train anew)"
+"""Advice on a stored result that does not fit."""
 _WAIT = 2.0
 """Seconds to wait before trying again to take parts that other processes work on."""
 
@@ -146,7 +147,8 @@ class Experiment:
             rows = [self._configured(row, data, corpus) for row in self.definition.rows]
             by_key = {result.row.key: result for result in rows}
             for each in found:
-                self._check_measured(each.result, f"--reuse {each.record}", by_key[each.row], each.seed, corpus)
+                name, config = f"--reuse {each.record}", by_key[each.row].config
+                check_measured(each.result, name, "leave it out", config, each.seed, corpus, self.scale)
             take(found, self.out, self.definition)
         self._refuse_what_cannot_be(rows, corpus)
         peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
@@ -182,64 +184,10 @@ class Experiment:
                 path = self._result_path(result.row.key, seed)
                 stored = stored_json(path)
                 if stored is not None and "config" in stored:
-                    self._check_measured(stored, str(path), result, seed, corpus)
+                    check_measured(stored, str(path), _REMEDY, result.config, seed, corpus, self.scale)
         if self.definition.kind == "context":
-            self._check_groups(rows)
-
-    def _check_groups(self, rows: list[RowResult]) -> None:
-        """Refuse a group and seed of which only some results are from a record: they cannot be compared with others."""
-        for seed in range(1, self.seeds + 1):
-            for group in dict.fromkeys(row.row.group for row in rows):
-                members = [row.row.key for row in rows if row.row.group == group and row.row.trained]
-                paths = [self._result_path(key, seed) for key in members]
-                recorded = [path for path in paths if "effective context" in (stored_json(path) or {})]
-                if recorded and len(recorded) < len(paths):
-                    raise UserError(
-                        f"{', '.join(map(str, recorded))}: from a record, which has no losses to compare the group's "
-                        f"other models with; delete these results to train their models, or give --reuse all of them"
-                    )
-
-    def _check_measured(self, stored: JsonObject, path: str, result: RowResult, seed: int, corpus: Corpus) -> None:
-        """Refuse a stored or recorded result of another configuration, or of other targets.
-
-        Args:
-            stored: the result.
-            path: name of its file for messages.
-            result: row with its configuration.
-            seed: seed of the run.
-            corpus: corpus of the table.
-        """
-        if result.config is None:
-            return
-        losses = stored.get("losses") or stored.get("effective context", {}).get("curve")
-        if losses is not None and not (
-            "window" in stored
-            and stored["targets"] == len(context_targets(corpus, self.scale))
-            and list(losses) == [str(length) for length in context_lengths(self.scale)]
-        ):
-            raise UserError(
-                f"{path} has losses of other targets or contexts, or of attention beyond training's; delete it, and "
-                f"its trained model is measured again"
-            )
-        configured = RunConfig.from_dict(result.config)
-        configured.train.seed = seed
-        before = RunConfig.from_dict(of_today(stored["config"]))
-        if "rates" in stored:  # the row has the rate of its recipe, the stored run the tuned rate
-            if stored["rates"]["recipe"] != recipe_of(configured):
-                raise UserError(
-                    f"{path} has the learning rate of {stored['rates']['recipe']}, but {recipe_of(configured)} is "
-                    f"tuned apart now; give another --out, or delete it and its run to train anew"
-                )
-            configured = at_rate(configured, stored["rates"]["factor"])
-        before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
-        if "recorded" in stored:  # measured on another machine, where other arithmetic may be fast
-            before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
-        changed = changes(before.to_dict(), configured.to_dict())
-        if changed:
-            raise UserError(
-                f"{path} is of another configuration: {', '.join(changed)}; give another --out, or delete it and its "
-                f"run to train anew"
-            )
+            for seed in range(1, self.seeds + 1):
+                check_groups(self.out, self.definition, seed)
 
     def _result_path(self, key: str, seed: int) -> Path:
         # Each product has its own results; tables of one experiment share results.
