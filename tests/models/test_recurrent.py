@@ -214,6 +214,7 @@ def test_no_gradient_flows_into_the_segment_before():
     assert not any(each.requires_grad for layer in state.layers for each in layer)
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="PyTorch has no LSTM in bfloat16 here")
 def test_bfloat16_is_near():
     """Under autocast the precision of the state may change, but losses stay float32 and close to the exact losses."""
     for config in (LSTM, QRNN):
@@ -227,6 +228,7 @@ def test_bfloat16_is_near():
         torch.testing.assert_close(near, exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="PyTorch has no LSTM in bfloat16 here")
 @pytest.mark.parametrize("weight_drop", [0.0, 0.4])
 def test_an_lstm_leaves_autocast_where_that_would_be_float16(weight_drop, monkeypatch):
     layer = LSTMLayer(4, 6, weight_drop).train()
