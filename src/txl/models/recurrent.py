@@ -115,6 +115,10 @@ AUTOCAST_IS_FLOAT16 = ("cuda",)
 The loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
 devices and compute in the precision of their weights.
 """
+_HAS_NO_BFLOAT16 = (
+    ("cpu",) if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
+)
+"""The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (processors without AVX-512). LSTMs disable autocast there."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,7 @@ class LSTMLayer(nn.Module):
     def forward(self, inputs: Float[Tensor, "B T I"], state: LayerState) -> tuple[Float[Tensor, "B T H"], LayerState]:
         """Return h, and the state after the last token."""
         kind = inputs.device.type
-        if kind in AUTOCAST_IS_FLOAT16 and torch.is_autocast_enabled(kind):
+        if kind in (*AUTOCAST_IS_FLOAT16, *_HAS_NO_BFLOAT16) and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
                 precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
                 return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
