@@ -118,7 +118,7 @@ devices and compute in the precision of their weights.
 _HAS_NO_BFLOAT16 = (
     ("cpu",) if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 )
-"""The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (processors without AVX-512). LSTMs disable autocast there."""
+"""The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (seen with AVX2 alone). LSTMs disable autocast there."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,11 @@ from txl.reproduction.claims import Claim, Verdict
 from txl.reproduction.converging import Tuned
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
-from txl.reproduction.schema import Definition
+from txl.reproduction.schema import COSTS, Definition
 from txl.units import is_character_unit, measure_name, quality
 
 FRACTIONS = (0.1, 0.5, 1.0)
 """The values of r in Table 8."""
-COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
-"""Headings of the measures of a row's cost relative to another row."""
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,8 @@ MEASURES: dict[Kind, tuple[str, ...]] = {
     "context": (),
     "product": (),
 }
-COST_MEASURES = ("time", "reading", "memory")
+COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
+"""Headings of the measures of a row's cost relative to another row."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Definition:
     @property
     def measures(self) -> tuple[str, ...]:
         """Names of the numbers that a result of a row has."""
-        return MEASURES[self.kind] + (COST_MEASURES if self.cost_beside else ())
+        return MEASURES[self.kind] + (tuple(COSTS) if self.cost_beside else ())
 
     @property
     def experiment_name(self) -> str:
