@@ -100,7 +100,7 @@ def draw_overview(figure: Figure, speed: Record, memory: Record) -> None:
     _memory(left, memory)
     left.set_title("More memory, fewer bits", fontsize=10, loc="left")
     _speed(right, speed)
-    right.set_title("Times faster than transformers 4.37.2", fontsize=10, loc="left")
+    right.set_title("Times faster than transformers 4.37.2 (float32)", fontsize=10, loc="left")
 
 
 PICTURES: dict[str, tuple[tuple[str, ...], tuple[float, float], Callable[..., None]]] = {

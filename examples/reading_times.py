@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,8 @@ def main() -> None:
     """Score the text, fit, plot."""
     options = read_options()
     model, vocabulary = txl.load(options.run)
-    words = score_words(model, vocabulary, options.text)
+    tested = txl.RunConfig.from_dict(json.loads(Path(options.run, "config.json").read_text(encoding="utf-8"))).eval
+    words = score_words(model, vocabulary, options.text, tested.lengths.options())  # the lengths of `txl score`
     options.out.mkdir(parents=True, exist_ok=True)
     write_words(words, options.out / "words.tsv")
 
@@ -70,15 +72,15 @@ def main() -> None:
     print(f"written: {options.out / 'words.tsv'}, {options.out / 'reading_times.png'}")
 
 
-def score_words(model: txl.LanguageModel, vocabulary, path: Path) -> list[Word]:
-    """Return the words of a text with their surprisal.
+def score_words(model: txl.LanguageModel, vocabulary, path: Path, lengths) -> list[Word]:
+    """Return the words of a text with their surprisal, for a memory length, window and clamp.
 
     `txl.surprisals` yields tokens, bytes or words or parts of them; at the last token of a word it gives the sum over
     all of its tokens. The first word of a text has none: its first token has nothing before it.
     """
     spelled: dict[int, bytes] = {}
     words = []
-    for token in txl.surprisals(model, vocabulary, path):
+    for token in txl.surprisals(model, vocabulary, path, **lengths):
         if token.word is None:
             continue
         spelled[token.word] = spelled.get(token.word, b"") + token.text

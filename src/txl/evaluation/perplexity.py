@@ -182,7 +182,7 @@ def evaluate(
     Args:
         model: any language model; it is evaluated without dropout, and may be trained at the same time.
         tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
-        segment: number of tokens T of each lane in one step; with an exact window it does not change the result.
+        segment: number of tokens T of each lane in one step; with a window it does not change the result.
         mem_len: number of memory positions; None: the model's configuration.
         window: number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), as the authors'
             `same_length`, otherwise the model's configuration. "none": all keys in memory and segment.

@@ -42,7 +42,7 @@ class Served:
     window: Limit = None
     clamp_len: Limit = None
     segment: int = 128
-    """Number of tokens scored at once; with an exact window, results do not depend on this number."""
+    """Number of tokens scored at once; with a window, results do not depend on this number."""
     threads: int | None = None
     """Number of threads that compute a step; None: PyTorch's present number."""
     model_hash: str = ""
