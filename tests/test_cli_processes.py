@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from txl.runs.directory import RunDirectory
+
 
 def test_python_m_txl_is_the_same_command():
     for words in (["--version"], ["--help"], ["train", "--help"]):
@@ -151,3 +153,40 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
     command = f"{sys.executable} -m txl generate {trained} --prompt The --max-tokens 3000 --seed 1 | head -c 20"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+SMALL = (
+    "--model.n-layer 1 --model.d-model 16 --model.n-head 2 --model.d-head 8 --model.d-inner 24 --model.mem-len 8 "
+    "--train.batch-size 4 --train.segment 8 --train.log-every 5 --train.eval-every 100000 --train.checkpoint-every 100000"
+).split()
+
+
+def test_training_goes_on_and_saves_when_its_messages_have_no_reader(story, tmp_path):
+    """As with `txl train ... 2>&1 | tee log`: Ctrl-C ends tee too, before the run has saved its state."""
+    words = ["--corpus", str(story), "--data-dir", str(tmp_path / "data"), "--train.steps", "100000", *SMALL]
+    command = [sys.executable, "-m", "txl", "train", "stdlib-tiny", "--out", str(tmp_path / "run"), *words]
+    read, write = os.pipe()
+    with subprocess.Popen(command, stdout=write, stderr=write) as process:
+        os.close(write)
+        with os.fdopen(read, "rb") as messages:
+            while b"step 5/" not in messages.readline():
+                pass
+        before = RunDirectory(tmp_path / "run").events()[-1]
+        while RunDirectory(tmp_path / "run").events()[-1]["step"] < before["step"] + 20:
+            assert process.poll() is None, "training ended with its reader"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    stopped = RunDirectory(tmp_path / "run").events()[-1]
+    assert stopped["event"] == "stop"
+    assert RunDirectory(tmp_path / "run").newest() is not None
+
+
+def test_a_command_whose_standard_error_breaks_has_failed(trained, tmp_path):
+    """A closed standard error is no reader that has seen enough; standard output is the one that counts."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "txl", "eval", str(tmp_path / "missing")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, check=False)
+    os.close(write)
+    assert (done.returncode, done.stdout) == (2, b"")

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from txl.benchmarking import minutes as measuring
+from txl.benchmarking import workloads
+from txl.benchmarking.workloads import training_workload
 from txl.cli import main
-from txl.config import RunConfig, TransformerXLConfig, validate
+from txl.config import RunConfig, TransformerXLConfig, validate, with_options
 from txl.data.facts import TextFacts, text_facts
 from txl.errors import UserError
 from txl.presets import minutes as rule
@@ -97,6 +99,25 @@ def test_a_choice_has_the_recipe_of_the_preset():
     assert differing <= {"n_layer", "d_model", "n_head", "d_inner", "dropout"}
     for name in ("optimizer", "schedule", "reset_memory", "beta2", "clip", "segment"):
         assert getattr(chosen.train, name) == getattr(recipe.train, name), name
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train__eval_every": "10"},
+        {"train__eval_tokens": "none"},
+        {"train__eval_every": "50", "train__eval_tokens": "20000"},
+        {"train__eval_every": "0"},
+    ],
+)
+def test_evaluations_that_the_user_sets_are_part_of_the_time(given: dict[str, str]):
+    choice = _choice(10_000_000, 5, 4e10, 1.0, **given)
+    train, speed = choice.run.train, _machine(choice.run)
+    tokens = train.eval_tokens or _text(10_000_000, choice.run.data.unit).valid_tokens
+    evaluations = train.steps // train.eval_every if train.eval_every else 0
+    taken = train.steps * speed.step + evaluations * tokens * speed.evaluated_token
+    assert train.planned_minutes == pytest.approx(taken / 60, rel=0.06)
+    assert 0.9 * 300 < taken <= 300
 
 
 def test_a_small_text_gets_dropout_and_ends_early():
@@ -220,6 +241,15 @@ def test_the_command_trains_what_it_chose(train: Train, tmp_path: Path, capsys: 
     assert len(train.measured) == 1, "shape and batch were given"
 
 
+def test_a_run_that_begins_with_it_does_not_keep_its_plan(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    first, second = tmp_path / "run", tmp_path / "second"
+    assert RunDirectory(first).config().train.planned_minutes is not None
+    words = ["train", str(first), "--init-from", str(first), "--out", str(second), "--train.steps", "2"]
+    assert main([*words, "--device", "cpu", "--data-dir", str(tmp_path / "data")]) == 0
+    assert RunDirectory(second).config().train.planned_minutes is None
+
+
 def test_the_same_command_goes_on_without_choosing_again(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -289,6 +319,7 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--train.segment", "-4"], "train.segment is -4"),
         (["--minutes", "5", "--train.batch-size", "0"], "train.batch_size is 0"),
         (["--minutes", "5", "--train.micro-batches", "3"], "train.micro_batches"),
+        (["--minutes", "5", "--data.max-words", "5"], "data.max_words"),
         ([], "no preset is named"),
     ],
 )
@@ -299,6 +330,38 @@ def test_mistakes_are_refused_before_anything_is_written(
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert not train.measured or "remain for training" in said
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
+    train: Train, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.doc").touch()
+    assert train("--minutes", "5") == 2
+    assert "it contains thesis.doc" in capsys.readouterr().err
+    assert main(["train", "--minutes", "5", "--corpus", str(text)]) == 2
+    assert "--out is missing" in capsys.readouterr().err
+    assert not train.measured
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_timed_is_what_is_trained(dtype: str):
+    run = with_options(stdlib_bpe(), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "1"})
+    model, _ = training_workload(run, 64, "cpu")
+    assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
+    run.model.attention = "compiled"
+    if dtype == "float64":
+        with pytest.raises(UserError, match="cannot train in torch.float64"):
+            training_workload(run, 64, "cpu")
+
+
+def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workloads, "compile_layers", lambda *_: "no compiler")
+    run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "1"})
+    training_workload(run, 64, "cpu", must_compile=False)
+    with pytest.raises(UserError, match="no working compiler here"):
+        training_workload(run, 64, "cpu")
 
 
 def test_time_that_went_by_in_the_choice_is_counted(

@@ -10,8 +10,10 @@ import argparse
 import io
 import os
 import re
+import select
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -181,8 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("txl: interrupted", file=sys.stderr)
+        _report("interrupted")
         return 130
 
 
@@ -199,20 +200,20 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stdout.flush()
         return 0
     except RunInterrupted as stop:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"txl: {stop}", file=sys.stderr)
+        _report(str(stop))
         return stop.exit_code
     except ProcessLost as loss:
-        if not loss.quiet and os.environ.get("RANK", "0") == "0":
-            print(f"txl: {loss}", file=sys.stderr)
+        if not loss.quiet:
+            _report(str(loss))
         return 1
     except CommandFailed as failure:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"txl: {' '.join(str(failure).split())}", file=sys.stderr)
+        _report(" ".join(str(failure).split()))
         return 1
     except UserError as error:
         return _refuse(str(error))
     except BrokenPipeError:
+        if not _reader_is_gone(sys.stdout.fileno()):
+            return 1  # that of standard error, say: the command has not done its work
         # The reader closed the pipe (`txl generate ... | head`): not an error. The null device takes the rest of the
         # buffer; otherwise Python complains at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -229,5 +230,20 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _refuse(message: str) -> int:
-    print(f"txl: error: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):
+        print(f"txl: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def _report(message: str) -> None:
+    """Print why the command ended, in the first process only; the exit code counts if standard error is gone."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError):
+            print(f"txl: {message}", file=sys.stderr)
+
+
+def _reader_is_gone(descriptor: int) -> bool:
+    """Return whether a descriptor is that of a pipe whose reader has closed it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -53,7 +53,12 @@ def test_what_is_missing_leaves_a_claim_undecided_and_is_named():
 
 
 def test_a_missing_row_does_not_save_a_claim_that_another_refutes():
-    assert outcome(lower("ours", "first", "second"), ours=[3.0, 3.1], first=[1.0, 1.1]) == "does not hold"
+    refuted = {"ours": [3.0, 3.1], "first": [1.0, 1.1]}
+    for second in ([], [1.0], [1.0, 1.1]):
+        assert outcome(lower("ours", "first", "second"), **refuted, second=second) == "does not hold"
+    verdict = lower("ours", "first", "second")(results(ours=[1.0, 1.1], first=[3.0, 3.1], second=[3.0]), {})
+    assert verdict.outcome == "undecided"
+    assert "second: one seed" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 
 import pytest
@@ -81,6 +82,25 @@ def test_the_machines_fastest_attention_is_taken_where_none_was_asked_for():
         model = with_convergence(run, RULES).model
         assert isinstance(model, TransformerXLConfig)
         assert model.attention == taken
+
+
+def test_a_row_that_fails_while_its_rate_is_tuned_does_not_fail_the_next(micro, words, tmp_path, data_dir, monkeypatch):
+    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    rows = tuple(definitions()["table6"].row(key) for key in ("xl", "xl-shaw"))
+    it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
+    fit, fitted = experiment_module.Experiment._fit, []
+
+    def full(self, run, directory):
+        fitted.append(directory)
+        if len(fitted) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return fit(self, run, directory)
+
+    monkeypatch.setattr(experiment_module.Experiment, "_fit", full)
+    found = {result.row.key: result for result in it.run()}
+    assert found["xl"].status == "failed"
+    assert "No space left" in found["xl"].reason
+    assert found["xl-shaw"].status == "done", found["xl-shaw"].reason
 
 
 def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tmp_path, data_dir, monkeypatch):

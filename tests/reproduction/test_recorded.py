@@ -143,7 +143,12 @@ def test_a_result_of_another_configuration_is_refused(micro, words, tmp_path, da
         ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(quality=None)),
         ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(rates=None)),
         ("table6", lambda record: record["rows"][1].update(seeds={"one": {}})),
+        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(rates={"factor": 1.0})),
+        ("table6", lambda record: record["rows"][1]["seeds"]["1"]["curve"][0].pop("nll")),
         ("table8", lambda record: record.update(gains=[])),
+        ("table8", lambda record: record["gains"][0]["gains"][0].pop("short")),
+        ("table8", lambda record: record["rows"][0]["seeds"]["1"].pop("targets")),
+        ("table8", lambda record: record["rows"][0]["values"].update({"r = 0.1": [None]})),
         ("table8", lambda record: record["rows"][0].update(values={"r = 0.1": []})),
     ],
 )

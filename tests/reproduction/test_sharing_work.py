@@ -139,6 +139,6 @@ def test_two_processes_train_every_model_once(story, tmp_path, data_dir):
     runs = sorted((tmp_path / "out" / "runs").iterdir())
     assert len(runs) == 6
     assert [starts(run) for run in runs] == [1] * 6
-    rates = sorted((tmp_path / "out" / "rates").glob("*/*"))
+    rates = sorted((tmp_path / "out" / "rates").glob("*/*/*"))
     assert len(rates) >= 3
     assert [starts(rate) for rate in rates] == [1] * len(rates)

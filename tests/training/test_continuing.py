@@ -46,11 +46,13 @@ def extended(event_of) -> dict:
 
 @pytest.mark.parametrize(("name", "old_end"), [("constant", "12"), *((name, "10") for name in SCHEDULES)])
 def test_a_longer_run_is_what_it_would_have_been(name, old_end, story, data_dir, tmp_path):
-    short, long = (small_run(str(story), **SCHEDULES[name], **{"train.steps": steps}) for steps in (old_end, "24"))
+    options = SCHEDULES[name] | {"train.planned_minutes": "9"}
+    short, long = (small_run(str(story), **options, **{"train.steps": steps}) for steps in (old_end, "24"))
     train(long, tmp_path / "whole", data_dir)
     train(short, tmp_path / "run", data_dir)
     train(long, tmp_path / "run", data_dir, extend=True)
     assert extended(tmp_path / "run")["changes"] == []
+    assert RunDirectory(tmp_path / "run").config().train.planned_minutes is None  # it was for fewer steps
     if name != "average by patience" and old_end == "10":
         # The evaluation at the old end stays in the training state, but nothing depends on it.
         for out in (tmp_path / "run", tmp_path / "whole"):

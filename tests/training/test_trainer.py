@@ -420,6 +420,31 @@ def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path
         train(small_run(str(story)), tmp_path / "thesis.doc" / "run", data_dir)
 
 
+def test_a_refused_directory_stays_refused_and_keeps_its_files(story, data_dir, tmp_path):
+    """Names that a run uses too do not make files of others those of a run, however often the command is repeated."""
+    mine = {"log.jsonl": "precious", "vocabulary.json": "{}", "movie.partial": "half"}
+    for name, text in mine.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "checkpoints").mkdir()
+    for _ in range(2):
+        with pytest.raises(UserError, match="not empty and not a run directory"):
+            train(small_run(str(story)), tmp_path, data_dir)
+    assert {path.name for path in tmp_path.iterdir()} == {*mine, "checkpoints"}
+    assert {name: (tmp_path / name).read_text() for name in mine} == mine
+
+
+def test_a_start_that_fails_late_leaves_nothing_that_stands_in_the_way(story, data_dir, tmp_path):
+    options = {"train.tensorboard": "true", "train.eval_every": "4"}
+    refused = small_run(str(story), **options | {"eval.batch_size": "100000"})
+    with pytest.raises(UserError, match="validation split"):
+        train(refused, tmp_path, data_dir)
+    assert not list(tmp_path.iterdir())
+    for name in ("tensorboard", "not-finite.json"):  # as a killed start leaves it
+        (tmp_path / ".lock").touch()
+        (tmp_path / name).touch()
+    train(small_run(str(story)), tmp_path, data_dir)
+
+
 def test_two_trainers_do_not_share_a_directory(story, data_dir, tmp_path):
     out = tmp_path / "run"
     out.mkdir()

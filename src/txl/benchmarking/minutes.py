@@ -14,7 +14,7 @@ from statistics import median
 
 from txl.benchmarking.workloads import seconds_of, training_workload
 from txl.config import RunConfig, validate, with_options
-from txl.data.corpora import Corpus, open_corpus, with_absolute_paths
+from txl.data.corpora import Corpus, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.facts import text_facts
 from txl.errors import UserError
 from txl.presets.minutes import (
@@ -88,6 +88,7 @@ def run_in_minutes(
             f"choose a preset (txl presets)"
         )
     base.data = replace(units(facts, 60 * minutes), corpus=data.corpus)
+    refuse_unused(with_options(base, given).data, given)
     looked = clock()
     corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
     prepared = clock() - looked
@@ -130,7 +131,7 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
     vocab_size = len(corpus.vocabulary)
     if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
         return StepTimes(math.inf, math.inf)
-    model, step = training_workload(run, vocab_size, device)
+    model, step = training_workload(run, vocab_size, device, must_compile=False)
     steps = [seconds_of(step, device)]
     if steps[0] < longest:
         seconds_of(step, device)

@@ -16,7 +16,7 @@ from txl.benchmarking.operations import forward_operations, matmul_rate, synchro
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.models import build_model
+from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.training.compilation import WARM, CapturedStep, check_capture, compile_layers
@@ -98,17 +98,32 @@ def seconds_of(step: Callable[[], None], device: str) -> float:
     return time.perf_counter() - start
 
 
-def training_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, Callable[[], None]]:
+def training_workload(
+    run: RunConfig, vocab_size: int, device: str, *, must_compile: bool = True
+) -> tuple[FamilyModel, Callable[[], None]]:
     """Return a new model, and a function that makes a training step (forward, backward, clipping, optimiser).
 
     Tokens are random, and memory is full from the start.
+
+    Args:
+        run: configuration with the model and the training settings.
+        vocab_size: number of tokens V that the model knows.
+        device: device that trains.
+        must_compile: True to refuse `train.compile` without a working compiler; False: the layers then run eagerly, as
+            in training.
+
+    Raises:
+        UserError: if the device or the model cannot be trained in this way.
     """
-    torch.manual_seed(0)
     train = run.train
-    model = build_model(run.model, vocab_size, device).to(device).train()
+    FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
     if train.capture:
         check_capture(run, device)
-    if train.compile and (reason := compile_layers(model, device)) is not None:
+    torch.manual_seed(0)
+    model = build_model(run.model, vocab_size, device).to(device).train()
+    if train.dtype == "float64":
+        model.double()
+    if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
         raise UserError(
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
         )

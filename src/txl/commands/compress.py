@@ -16,7 +16,7 @@ from txl.commands.options import (
     add_data_dir,
     add_json,
     add_memory_options,
-    check_out,
+    check_output_file,
     existing_run,
     tested_lengths,
 )
@@ -165,7 +165,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
 def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
     """Check source and destination, then yield the opened source and its size in bytes (None for standard input)."""
     path = None if arguments.file == "-" else Path(arguments.file)
-    check_out(None if arguments.out == "-" else arguments.out, path)
+    check_output_file(None if arguments.out == "-" else arguments.out, path)
     if arguments.out == "-" and arguments.json:
         raise UserError("--json and -o - both write to standard output; leave out --json, or write to a file")
     if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":

@@ -154,7 +154,9 @@ def base_config(name: str) -> RunConfig:
         return preset(name)
     from txl.runs.directory import RunDirectory
 
-    return RunDirectory(name).config()
+    config = RunDirectory(name).config()
+    config.train.planned_minutes = None  # planned for that run's text and steps
+    return config
 
 
 def config_options(arguments: argparse.Namespace) -> dict[str, str]:
@@ -415,7 +417,7 @@ def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
             raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
 
 
-def check_out(out: str | None, source: Path | None) -> None:
+def check_output_file(out: str | None, source: Path | None) -> None:
     """Refuse an output file that cannot be written, before anything is computed."""
     if out is None:
         return

@@ -15,7 +15,7 @@ from txl.commands.options import (
     add_dtype,
     add_memory_options,
     add_out,
-    check_out,
+    check_output_file,
     clamp_setting,
     note_lacking,
     pick_device,
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
     path = None if arguments.file == "-" else Path(arguments.file)
     if path is not None:
         open_file(path).close()  # refuses an unreadable file before the model is loaded
-    check_out(arguments.out, path)
+    check_output_file(arguments.out, path)
     from txl.allocator import keep_freed_memory
     from txl.data.prepared import unknown_note
     from txl.evaluation.surprisal import line_end_note, surprisals

@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         dry_run(config, arguments)
         return
     if arguments.out is None:
-        raise UserError("--out is missing; name the directory that the run is written to")
+        raise _no_out()
     out, init_from = Path(arguments.out), arguments.init_from
     if os.environ.get("RANK", "0") == "0" and not arguments.fork:
         from txl.training.starting import check_out
@@ -205,6 +205,12 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     if corpus in BENCHMARKS:
         raise UserError(f"--minutes reads a text of your own, or stdlib; {corpus} has presets of its own (txl presets)")
     check_corpus(corpus)
+    if not arguments.dry_run:  # before the text is prepared and the machine measured
+        if arguments.out is None:
+            raise _no_out()
+        from txl.training.starting import check_directory
+
+        check_directory(Path(arguments.out))
     quiet = arguments.quiet or arguments.json
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.minutes import run_in_minutes
@@ -215,6 +221,10 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     for line in () if quiet else chosen.lines:
         say(line)
     return chosen.run
+
+
+def _no_out() -> UserError:
+    return UserError("--out is missing; name the directory that the run is written to")
 
 
 def _check_source(arguments: argparse.Namespace) -> None:

@@ -205,15 +205,24 @@ def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
 
 
 def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, given: dict[str, str]) -> ChosenRun:
-    """Return a configuration with the steps and evaluations that fit into `seconds`, and its expected loss."""
+    """Return a configuration with the steps and evaluations that fit into `seconds`, and its expected loss.
+
+    Evaluations that the user has set (`train.eval_every`, `train.eval_tokens`) take their part of the time.
+    """
     if not math.isfinite(speed.step):
         return ChosenRun(run, math.inf, 0.0, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
     train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
     evaluated = min(text.valid_tokens, max(100 * run.eval.batch_size, int(evaluated)))
-    evaluations = _EVALUATIONS * evaluated * speed.evaluated_token
-    in_time = int((seconds - evaluations) / speed.step)
+    own = with_options(run, given).train
+    if "train.eval_tokens" in given:
+        evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
+    one = evaluated * speed.evaluated_token
+    if "train.eval_every" in given:
+        in_time = int(seconds / (speed.step + (one / own.eval_every if own.eval_every else 0.0)))
+    else:
+        in_time = int((seconds - _EVALUATIONS * one) / speed.step)
     useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))
     train.steps = max(1, min(in_time, useful))
     passes = train.steps * per_step / text.train_tokens
@@ -224,11 +233,12 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
     train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
     train.checkpoint_every = train.eval_every
     train.log_every = max(1, round(train.steps / 40))
-    train.planned_minutes = (train.steps * speed.step + evaluations) / 60
     run = with_options(run, given)
+    train = run.train
+    taken = train.steps * speed.step + (one * math.ceil(train.steps / train.eval_every) if train.eval_every else 0.0)
+    train.planned_minutes = taken / 60
     own_passes = train.steps * per_step / text.own_tokens
     loss = expected_loss(run, text, train.steps)
-    taken = train.steps * speed.step + evaluations
     return ChosenRun(run, loss, passes, own_passes, taken, speed, useful < in_time)
 
 

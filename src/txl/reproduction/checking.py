@@ -33,6 +33,17 @@ def check_measured(
     """
     if config is None:
         return
+    try:
+        _check_configuration(result, path, remedy, config, seed, corpus, scale)
+    except UserError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); {remedy}") from None
+
+
+def _check_configuration(
+    result: JsonObject, path: str, remedy: str, config: JsonObject, seed: int, corpus: Corpus, scale: Scale
+) -> None:
     losses = result.get("losses") or result.get("effective context", {}).get("curve")
     if losses is not None and not (
         "window" in result

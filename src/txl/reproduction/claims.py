@@ -202,7 +202,10 @@ _ONE_SEED = Verdict("undecided", "one seed has no spread to judge by")
 def _each(
     results: Results, grid: Sequence[float] | None, ours: str, others: Sequence[str], measure: str, sign: int
 ) -> Verdict:
-    """Compare with every other row; a missing row leaves the claim undecided unless another row refutes the claim."""
+    """Compare with every other row.
+
+    A row without results, or with one seed, leaves the claim undecided unless another row refutes it.
+    """
     absent = _missing(results, (ours,), measure)
     if absent is not None:
         return absent
@@ -215,7 +218,8 @@ def _each(
             outcomes.append("undecided")
             reasons.append(missing.reason)
         elif found is None:
-            return _ONE_SEED
+            outcomes.append("undecided")
+            reasons.append(f"{other}: {_ONE_SEED.reason}")
         else:
             gain = sign * found.value
             mean = statistics.fmean(results[ours][measure])

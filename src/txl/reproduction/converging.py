@@ -3,7 +3,8 @@
 A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, initial
 weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a recipe is trained
 with seed 1 at each rate, for a part of the steps, and the rate with the lowest validation loss is chosen.
-`rates/RECIPE.json` stores the choice; `rates/RECIPE/RATE` holds the runs, which resume after a stop.
+`rates/RECIPE.json` stores the choice; `rates/RECIPE/ROW/RATE` holds the runs, which resume after a stop. If the first
+row fails, the next one tunes with runs of its own.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def tune(
     while waiting:
         factor = waiting.pop(0)
         one = tuning_run(run, rules, factor)
-        tried[factor] = fit(one, folder / recipe / f"{one.train.learning_rate:g}")
+        tried[factor] = fit(one, folder / recipe / row / f"{one.train.learning_rate:g}")
         tried[factor]["factor"] = factor
         if not waiting:
             best = _best(tried)

@@ -103,11 +103,14 @@ def _is_foreign(path: Path) -> bool:
 
 
 def stored_json(path: Path) -> Any:
-    """Return the content of a JSON file; None if the file is missing."""
+    """Return the object in a JSON file; None if the file is missing."""
     try:
-        return read_json(path, "delete it to measure anew")
+        found = read_json(path, "delete it to measure anew")
     except (FileNotFoundError, NotADirectoryError):
         return None
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: damaged (no JSON object); delete it to measure anew")
+    return found
 
 
 def changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.files import JsonObject, read_json, reason_of, write_whole
-from txl.reproduction.converging import Tuned, at_rate
+from txl.reproduction.converging import Tried, Tuned, at_rate
 from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition
@@ -72,8 +72,9 @@ def recorded_results(
         assert isinstance(origin["hardware"]["cpu"], str), "hardware"
         found = [Recorded(path, *each) for each in _results(record, definition, origin)]
         for each in found:
-            missing = [name for name in needed if not isinstance(each.result[name], (int, float))]
-            assert not missing, f"no number in {', '.join(missing)}"
+            _check_form(each.result, needed)
+    except UserError:
+        raise
     except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"--reuse {path}: damaged ({type(error).__name__}: {error}); give another record") from None
     return found
@@ -158,6 +159,25 @@ def _results(record: JsonObject, definition: Definition, origin: JsonObject) -> 
             if definition.kind == "context":
                 result["effective context"] = _effective_context(record, row, wanted.group, seed, place)
             yield wanted.key, seed, result
+
+
+def _check_form(result: JsonObject, needed: Sequence[str]) -> None:
+    """Raise one of the errors of `recorded_results` if a result lacks something that a page is made from."""
+    numbers = {name: result[name] for name in needed}
+    for point in result.get("curve", ()):
+        numbers |= {"length": int(point["length"]), f"loss at {point['length']}": point["nll"]}
+    if (tuned := result.get("rates")) is not None:
+        assert Tuned.__annotations__.keys() <= tuned.keys(), "learning rates"
+        assert all(Tried.__annotations__.keys() <= each.keys() for each in tuned["tried"]), "learning rates"
+        numbers["factor"] = tuned["factor"]
+    if (context := result.get("effective context")) is not None:
+        assert "window" in result, "window"
+        numbers |= {"targets": result["targets"]} | context["values"]
+        numbers |= {f"loss at {int(length)}": loss for length, loss in context["curve"].items()}
+        for gain in context["gains"]:
+            numbers |= {f"gain from {gain['short']} to {gain['long']}": gain["gain"]}
+    missing = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
+    assert not missing, f"no number in {', '.join(missing)}"
 
 
 def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -74,7 +75,10 @@ class Pace:
 
 
 class Display:
-    """Output of readings and messages; a context manager, because a live panel has to be closed."""
+    """Output of readings and messages; a context manager, because a live panel has to be closed.
+
+    A display whose terminal or pipe is gone becomes quiet: training goes on, and the log has everything.
+    """
 
     def __init__(self, name: str, unit: str, steps: int, quiet: bool):
         self.quiet = quiet
@@ -97,16 +101,20 @@ class Display:
 
     def __exit__(self, *error: object) -> None:
         if self._live:
-            self._live.stop()
+            with suppress(OSError):
+                self._live.stop()
 
     def message(self, text: str) -> None:
         """Print a line that stays on the screen."""
         if self.quiet:
             return
-        if self._live:
-            self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        try:
+            if self._live:
+                self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
+        except OSError:
+            self.quiet = True
 
     def show(self, reading: Reading) -> None:
         """Show the reading of a step in the live panel, if there is one."""

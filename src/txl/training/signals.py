@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -35,13 +35,16 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
     def note(received: int, frame: FrameType | None) -> None:
         if request.received is not None:
             # Not SystemExit: another thread may be writing, and its interruption would print errors.
-            if os.isatty(2):
-                os.write(2, b"\x1b[?25h\n")  # show the cursor, which a live panel hides
+            with suppress(OSError):
+                if os.isatty(2):
+                    os.write(2, b"\x1b[?25h\n")  # show the cursor, which a live panel hides
             os._exit(128 + received)
         request.received = received
         if notice is not None:
-            # Not print: the signal may have arrived during a print, and buffered files are not reentrant.
-            os.write(2, f"\n{notice}\n".encode())
+            # Not print: the signal may have arrived during a print, and buffered files are not reentrant. Ctrl-C also
+            # ends a reader of standard error, such as tee; that must not keep the program from saving.
+            with suppress(OSError):
+                os.write(2, f"\n{notice}\n".encode())
 
     previous = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
     try:

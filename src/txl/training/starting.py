@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -17,8 +18,10 @@ from txl.runs.directory import RunDirectory, load_weights
 if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
 
-_BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest"})
+_BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
 """Files that a start may leave behind if it failed before config.json was written."""
+_BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.\d+\.partial")
+"""Names of files that a killed start was writing."""
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -54,12 +57,7 @@ def begins_here(
     if not directory.config_path.exists():
         if extend:
             raise UserError(f"--extend: {path} holds no run to continue; leave --extend out to start one")
-        there = [each for each in sorted(path.iterdir()) if each.name != ".lock"]
-        foreign = [each.name for each in there if not (was_ours and _is_of_a_begun_run(each))]
-        if foreign:
-            raise UserError(
-                f"--out {path}: not empty and not a run directory (it contains {foreign[0]}); give another directory"
-            )
+        refuse_foreign(directory, was_ours)
         remove_begun(path)
         return True
     there_now = directory.config()
@@ -78,11 +76,38 @@ def begins_here(
     return False
 
 
+def is_ours(directory: RunDirectory) -> bool:
+    """Return whether a trainer has used a directory; else nothing in it may be removed."""
+    return (directory.path / ".lock").exists()
+
+
+def refuse_foreign(directory: RunDirectory, was_ours: bool) -> None:
+    """Refuse a directory without a run that has files which no trainer has written."""
+    if directory.config_path.exists():
+        return
+    for each in sorted(directory.path.iterdir()):
+        if each.name != ".lock" and not (was_ours and _is_of_a_begun_run(each)):
+            raise UserError(
+                f"--out {directory.path}: not empty and not a run directory (it contains {each.name}); give another "
+                f"directory"
+            )
+
+
+def check_directory(path: Path) -> None:
+    """Refuse a directory for `--out` that cannot be written or has files of others; what does not exist is not made."""
+    missing = make_directory(path)
+    try:
+        refuse_foreign(RunDirectory(path), is_ours(RunDirectory(path)))
+    finally:
+        for each in missing:
+            with suppress(OSError):  # another run may begin beside it
+                each.rmdir()
+
+
 def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
     """Refuse a directory for `--out` that cannot be written or holds another run, before any computation."""
     directory = RunDirectory(path)
-    for each in make_directory(path):
-        each.rmdir()
+    check_directory(path)
     if directory.config_path.exists() and has_checkpoint(directory):
         refuse_other_run(directory, run, extend)
 
@@ -182,7 +207,7 @@ def _is_of_a_begun_run(path: Path) -> bool:
     """Return whether a file may come from a start that failed before config.json was written."""
     if path.name == "checkpoints":
         return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
-    return path.name in _BEGUN or path.name == ".lock" or path.suffix == ".partial"
+    return path.name in _BEGUN or _BEGUN_PARTIAL.fullmatch(path.name) is not None
 
 
 _AUXILIARY = "auxiliary."

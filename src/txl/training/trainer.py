@@ -41,8 +41,10 @@ from txl.training.starting import (
     changed_fields,
     check_same_model,
     extension_changes,
+    is_ours,
     load_initial_weights,
     make_directory,
+    refuse_foreign,
     remove_begun,
 )
 from txl.training.state import TrainingSetup
@@ -111,8 +113,9 @@ class Trainer:
     def _fit_first(self) -> JsonObject:
         """Run `fit` in process 0, which writes the files."""
         made = make_directory(self.directory.path)
-        # Without a lock file no trainer has used the directory, and nothing in it may be removed.
-        was_ours = (self.directory.path / ".lock").exists()
+        was_ours = is_ours(self.directory)
+        if not was_ours:
+            refuse_foreign(self.directory, was_ours)  # before a lock file makes the directory ours
         try:
             with self.directory.locked():
                 is_new = self.processes.first_does(
@@ -126,9 +129,10 @@ class Trainer:
                         remove_begun(self.directory.path)
         finally:
             if not self.directory.config_path.exists():
-                for each in made:
-                    with suppress(OSError):
-                        (each / ".lock").unlink(missing_ok=True)
+                with suppress(OSError):
+                    if not was_ours:
+                        (self.directory.path / ".lock").unlink(missing_ok=True)
+                    for each in made:
                         each.rmdir()
 
     def would_go_on(self) -> bool:
@@ -234,6 +238,7 @@ class Trainer:
             # A shift by a whole segment has no effect: with the full loss only `epoch_shift` moves the segments.
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
+        check_validation_split(self.run, corpus)
         log = RunLog(
             self.directory,
             writes=self.processes.is_first,
@@ -242,9 +247,7 @@ class Trainer:
             say=display.message,
         )
         setup = TrainingSetup(self.run, self.directory, corpus, self.device, trained, stream, display, log)
-        loop = TrainingLoop(setup, setup.first_state(build_optimizer(model, train)))
-        check_validation_split(self.run, corpus)
-        return loop
+        return TrainingLoop(setup, setup.first_state(build_optimizer(model, train)))
 
     def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
         """Write the files that make the directory a run; config.json is written last."""
@@ -280,6 +283,7 @@ class Trainer:
             display.message(f"note: {new} is the text that this run was trained on as {old}")
         steps = before.train.steps, self.run.train.steps
         if steps[0] != steps[1]:
+            self.run.train.planned_minutes = None  # planned for fewer steps
             changes = extension_changes(before, self.run, step)
             loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
