@@ -147,7 +147,7 @@ def test_the_demo_takes_as_many_steps_as_fit_into_five_minutes(step_seconds, ste
 def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeypatch, capsys):
     seconds = []
     monkeypatch.setattr("txl.benchmarking.workloads.timed", lambda step, steps, device: seconds.pop())
-    monkeypatch.setattr("txl.benchmarking.workloads.training_workload", lambda *given: (None, None))
+    monkeypatch.setattr("txl.benchmarking.workloads.training_workload", lambda *given, **options: (None, None))
     config = txl.preset("stdlib-bpe")
     seconds[:] = [0.15]
     options = steps_of_this_machine(tmp_path / "demo", config)
