@@ -182,11 +182,26 @@ def test_training_goes_on_and_saves_when_its_messages_have_no_reader(story, tmp_
     assert RunDirectory(tmp_path / "run").newest() is not None
 
 
-def test_a_command_whose_standard_error_breaks_has_failed(trained, tmp_path):
-    """A closed standard error is no reader that has seen enough; standard output is the one that counts."""
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("raise UserError('no such run')", 2), ("raise RunInterrupted('saved', 143)", 143), ("say('a note')", 1)],
+)
+def test_a_command_whose_standard_error_has_no_reader_has_its_exit_code(command, code, tmp_path):
+    """The reader of standard output alone may leave early without an error."""
+    script = f"""
+import argparse, sys
+from txl import cli
+from txl.commands.output import say
+from txl.errors import RunInterrupted, UserError
+
+def run(arguments):
+    {command}
+
+cli.build_parser = lambda: argparse.Namespace(parse_args=lambda argv: argparse.Namespace(run=run))
+sys.exit(cli.main([]))
+"""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "txl", "eval", str(tmp_path / "missing")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=write, check=False)
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=write, check=False)
     os.close(write)
-    assert (done.returncode, done.stdout) == (2, b"")
+    assert (done.returncode, done.stdout) == (code, b"")

@@ -44,6 +44,13 @@ def extended(event_of) -> dict:
     return next(event for event in RunDirectory(event_of).events() if event["event"] == "extend")
 
 
+def test_a_longer_run_has_the_plan_that_is_given_with_it(story, data_dir, tmp_path):
+    for steps, minutes in (("12", "9"), ("24", "7")):
+        run = small_run(str(story), **{"train.steps": steps, "train.planned_minutes": minutes})
+        train(run, tmp_path / "run", data_dir, extend=steps == "24")
+    assert RunDirectory(tmp_path / "run").config().train.planned_minutes == 7
+
+
 @pytest.mark.parametrize(("name", "old_end"), [("constant", "12"), *((name, "10") for name in SCHEDULES)])
 def test_a_longer_run_is_what_it_would_have_been(name, old_end, story, data_dir, tmp_path):
     options = SCHEDULES[name] | {"train.planned_minutes": "9"}

@@ -412,57 +412,6 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_s_own_gone_on_from(train
     assert_same_end(copy, trained)
 
 
-def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path):
-    (tmp_path / "thesis.doc").touch()
-    with pytest.raises(UserError, match=r"not empty and not a run directory \(it contains thesis.doc\)"):
-        train(small_run(str(story)), tmp_path, data_dir)
-    with pytest.raises(UserError, match="--out .*thesis.doc/run: Not a directory"):
-        train(small_run(str(story)), tmp_path / "thesis.doc" / "run", data_dir)
-
-
-def test_a_refused_directory_stays_refused_and_keeps_its_files(story, data_dir, tmp_path):
-    """Names that a run uses too do not make files of others those of a run, however often the command is repeated."""
-    mine = {"log.jsonl": "precious", "vocabulary.json": "{}", "movie.partial": "half"}
-    for name, text in mine.items():
-        (tmp_path / name).write_text(text)
-    (tmp_path / "checkpoints").mkdir()
-    for _ in range(2):
-        with pytest.raises(UserError, match="not empty and not a run directory"):
-            train(small_run(str(story)), tmp_path, data_dir)
-    assert {path.name for path in tmp_path.iterdir()} == {*mine, "checkpoints"}
-    assert {name: (tmp_path / name).read_text() for name in mine} == mine
-
-
-def test_a_start_that_fails_late_leaves_nothing_that_stands_in_the_way(story, data_dir, tmp_path):
-    options = {"train.tensorboard": "true", "train.eval_every": "4"}
-    refused = small_run(str(story), **options | {"eval.batch_size": "100000"})
-    with pytest.raises(UserError, match="validation split"):
-        train(refused, tmp_path, data_dir)
-    assert not list(tmp_path.iterdir())
-    for name in ("tensorboard", "not-finite.json"):  # as a killed start leaves it
-        (tmp_path / ".lock").touch()
-        (tmp_path / name).touch()
-    train(small_run(str(story)), tmp_path, data_dir)
-
-
-def test_two_trainers_do_not_share_a_directory(story, data_dir, tmp_path):
-    out = tmp_path / "run"
-    out.mkdir()
-    with RunDirectory(out).locked(), pytest.raises(UserError, match="another process is training here"):
-        train(small_run(str(story)), out, data_dir)
-
-
-def test_splits_that_are_too_short_are_refused_before_anything_is_written(tmp_path, data_dir):
-    text = tmp_path / "short.txt"
-    text.write_text("too short for this\n" * 3)
-    with pytest.raises(UserError, match=r"train split has 51 tokens: 4 lanes of 12.*needs lanes of 33"):
-        train(small_run(str(text), **{"train.segment": "32"}), tmp_path / "run", data_dir)
-    with pytest.raises(UserError, match=r"validation split: 3 tokens in 4 lanes.*--eval.batch-size"):
-        train(small_run(str(text)), tmp_path / "new" / "run", data_dir)
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "new").exists()
-
-
 def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
     run = small_run(str(story), **{"train.steps": "400"})
     options = [f"--{name}={value}" for name, value in _given(run)]

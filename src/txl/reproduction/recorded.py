@@ -165,7 +165,7 @@ def _check_form(result: JsonObject, needed: Sequence[str]) -> None:
     """Raise one of the errors of `recorded_results` if a result lacks something that a page is made from."""
     numbers = {name: result[name] for name in needed}
     for point in result.get("curve", ()):
-        numbers |= {"length": int(point["length"]), f"loss at {point['length']}": point["nll"]}
+        numbers |= {f"{name} of the point at {point['length']}": point[name] for name in ("length", "nll")}
     if (tuned := result.get("rates")) is not None:
         assert Tuned.__annotations__.keys() <= tuned.keys(), "learning rates"
         assert all(Tried.__annotations__.keys() <= each.keys() for each in tuned["tried"]), "learning rates"

@@ -196,7 +196,7 @@ def may_differ(run: RunConfig) -> frozenset[str]:
 def remove_begun(path: Path) -> None:
     """Remove the files of a failed start, except for the lock."""
     for each in path.iterdir():
-        if each.name != ".lock" and _is_of_a_begun_run(each):
+        if _is_of_a_begun_run(each):
             if each.is_dir() and not each.is_symlink():
                 shutil.rmtree(each, ignore_errors=True)
             else:

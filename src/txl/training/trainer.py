@@ -114,24 +114,26 @@ class Trainer:
         """Run `fit` in process 0, which writes the files."""
         made = make_directory(self.directory.path)
         was_ours = is_ours(self.directory)
-        if not was_ours:
-            refuse_foreign(self.directory, was_ours)  # before a lock file makes the directory ours
+        refuse_foreign(self.directory, was_ours)  # before a lock file makes the directory ours
+        is_new = False
         try:
             with self.directory.locked():
-                is_new = self.processes.first_does(
-                    "directory",
-                    lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from),
-                )
                 try:
+                    is_new = self.processes.first_does(
+                        "directory",
+                        lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from),
+                    )
                     return self._fit(is_new)
                 finally:
-                    if is_new and not self.directory.config_path.exists():
-                        remove_begun(self.directory.path)
+                    if not self.directory.config_path.exists():
+                        if is_new:
+                            remove_begun(self.directory.path)
+                        if not was_ours:  # while it is locked, so that it is not another process's
+                            with suppress(OSError):
+                                (self.directory.path / ".lock").unlink(missing_ok=True)
         finally:
             if not self.directory.config_path.exists():
                 with suppress(OSError):
-                    if not was_ours:
-                        (self.directory.path / ".lock").unlink(missing_ok=True)
                     for each in made:
                         each.rmdir()
 
@@ -283,7 +285,8 @@ class Trainer:
             display.message(f"note: {new} is the text that this run was trained on as {old}")
         steps = before.train.steps, self.run.train.steps
         if steps[0] != steps[1]:
-            self.run.train.planned_minutes = None  # planned for fewer steps
+            if self.run.train.planned_minutes == before.train.planned_minutes:
+                self.run.train.planned_minutes = None  # it was planned for fewer steps
             changes = extension_changes(before, self.run, step)
             loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
