@@ -32,6 +32,12 @@ SENTENCES = (
 )
 
 
+@pytest.fixture(autouse=True)
+def shapes_checked_anew():
+    """Check shapes in every test as if it ran alone."""
+    shapes.forget()
+
+
 @pytest.fixture
 def any_shapes(monkeypatch):
     """Disable shape checks, so that tensors of wrong shapes reach the code."""

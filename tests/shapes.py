@@ -1,19 +1,23 @@
-"""Check of tensor shapes while tests run: every call is compared with annotations such as `Float[Tensor, "B T E"]`.
+"""Check of tensor shapes while tests run: calls are compared with annotations such as `Float[Tensor, "B T E"]`.
 
-`conftest.py` installs the check before txl is imported. Tests of the messages about wrong shapes use the fixture
-`any_shapes`.
+Within a test, calls of a function with the same shapes are checked once: a check takes longer than most of the checked
+functions with the tests' small tensors. `conftest.py` installs the check before txl is imported. Tests of the messages
+about wrong shapes use the fixture `any_shapes`.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import is_dataclass
 from inspect import isclass
 from typing import Any, TypeVar, get_args, get_origin
 
 import jaxtyping
+import torch
 from beartype import beartype
+from torch import Tensor
 
 PACKAGES = ("txl.attention", "txl.models", "txl.generation", "txl.evaluation")
 _SHAPE = re.compile(r"\[Tensor, ['\"]")
@@ -32,19 +36,54 @@ def _where_shapes_are_said(*, typechecker: Any) -> Callable[[Any], Any]:
         if not any(_SHAPE.search(str(hint)) for hint in said.values()):
             return given
         known = _jaxtyped(given, typechecker=typechecker)
-        return known if isclass(given) else _unless_compiling(given, known)
+        return known if isclass(given) else _checked_once(given, known)
 
     return decorated
 
 
-def _unless_compiling(function: Callable[..., Any], known: Callable[..., Any]) -> Callable[..., Any]:
-    import torch
+_passed: set[Hashable] = set()
 
+
+def forget() -> None:
+    """Check every call again, as at the beginning of a test."""
+    _passed.clear()
+
+
+def _checked_once(function: Callable[..., Any], known: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        return (function if torch.compiler.is_compiling() else known)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        key = (function, *map(_key, args), *((name, _key(value)) for name, value in kwargs.items()))
+        if key in _passed:
+            return function(*args, **kwargs)
+        result = known(*args, **kwargs)
+        if not jaxtyping.config.jaxtyping_disable:
+            _passed.add(key)
+        return result
 
     return called
+
+
+def _key(value: Any) -> Hashable:
+    """Return what decides the shapes of results: shapes of tensors, numbers, and the module that is called."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, torch.nn.Module):
+        return id(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return type(value), tuple(each.shape for each in _tensors(value))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
+    elif is_dataclass(value):
+        yield from _tensors([*vars(value).values()])
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

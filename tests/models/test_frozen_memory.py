@@ -30,16 +30,17 @@ def model(request) -> TransformerXL:
     return lively(VARIANTS[request.param])
 
 
-@pytest.mark.parametrize("quiet", QUIET.values(), ids=QUIET)
 @pytest.mark.parametrize("lengths", [*EXACT, pytest.param({"mem_len": 5, "window": "none"}, id="short-memory")])
 @pytest.mark.parametrize("segment", [1, 4, LENGTH])
-def test_the_same_as_through_hidden_states(model, lengths, segment, quiet):
-    tokens = torch.cat([stream(seed=seed)[0] for seed in range(4)], dim=1)
+def test_the_same_as_through_hidden_states(model, lengths, segment):
+    tokens = torch.cat([stream(seed=seed)[0] for seed in range(3)], dim=1)
     expected, _ = read(model, tokens, segment, model.init_state(B, **lengths))
-    with quiet():
-        found, state = read(model, tokens, segment, model.init_state(B, **lengths))
-    assert (state.projections is not None, expected.requires_grad) == (True, True)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert expected.requires_grad
+    for quiet in QUIET.values():
+        with quiet():
+            found, state = read(model, tokens, segment, model.init_state(B, **lengths))
+        assert state.projections is not None
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_the_same_in_float32_over_many_segments():

@@ -1,4 +1,4 @@
-"""Several processes under torchrun: equal results, checkpoints for any number of processes, killed processes."""
+"""Several processes: equal results, checkpoints for any number of processes, killed processes, torchrun."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tests import forking
 from tests.conftest import small_run
 from tests.training.test_trainer import _given, stop_after
 
@@ -36,18 +38,23 @@ EXACT = {
 }
 
 
-def command(out: Path, corpus: Path, data_dir: Path, processes: int, options: dict[str, str]) -> list[str]:
+def command(out: Path, corpus: Path, data_dir: Path, options: dict[str, str]) -> list[str]:
     run = small_run(str(corpus), **options)
     given = [f"--{name}={value}" for name, value in _given(run)]
-    program = [sys.executable, "-m"]
-    if processes > 1:
-        program += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
     preset = {"vanilla": "enwik8-vanilla-small", "recurrent": "ptb-lstm-small"}.get(run.model.family, "stdlib-tiny")
-    return [*program, "txl", "train", preset, "--out", str(out), "--data-dir", str(data_dir), *given]
+    return ["train", preset, "--out", str(out), "--data-dir", str(data_dir), *given]
 
 
-def launch(*arguments) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*arguments), stderr=subprocess.PIPE, text=True, timeout=300)
+def launch(
+    out: Path, corpus: Path, data_dir: Path, processes: int, options: dict[str, str]
+) -> subprocess.CompletedProcess:
+    return forking.run(command(out, corpus, data_dir, options), out.with_suffix(".errors"), processes)
+
+
+def torchrun(out: Path, corpus: Path, data_dir: Path, options: dict[str, str]) -> subprocess.Popen:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "txl"]
+    words = [*program, *command(out, corpus, data_dir, options)]
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 
 
 def values(out: Path, event: str, field: str) -> dict[int, float]:
@@ -61,10 +68,10 @@ def assert_same_numbers(out: Path, expected: Path, within: float) -> None:
         assert max(abs(ours[step] - theirs[step]) for step in ours) < within
 
 
-def wait_for_step(out: Path, process: subprocess.Popen, step: int) -> None:
+def wait_for_step(out: Path, step: int, alive: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 120
     while step not in (values(out, "train", "loss") if out.exists() else {}):
-        assert process.poll() is None, process.communicate()[1]
+        assert alive()
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -188,13 +195,10 @@ def test_in_float32_several_processes_stay_within_rounding(story, data_dir, tmp_
 )
 def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
-    before = command(out, story, data_dir, first[0], EXACT | {"train.parallel": first[1]})
-    process = subprocess.Popen(before, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    wait_for_step(out, process, 45)
-    os.killpg(process.pid, signal.SIGKILL)
-    for each in subprocess.run(["pgrep", "-f", str(out)], capture_output=True, text=True).stdout.split():
-        os.kill(int(each), signal.SIGKILL)  # torchrun starts its children in sessions of their own
-    process.communicate()
+    before = command(out, story, data_dir, EXACT | {"train.parallel": first[1]})
+    processes = forking.start(before, tmp_path / "errors", first[0])
+    wait_for_step(out, 45, lambda: all(each.is_alive() for each in processes))
+    forking.kill(processes)
     done = launch(out, story, data_dir, then[0], EXACT | {"train.parallel": then[1]})
     assert done.returncode == 0, done.stderr
     assert "going on from step" in done.stderr
@@ -203,8 +207,8 @@ def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, stor
 
 def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
-    process = subprocess.Popen(command(out, story, data_dir, 2, EXACT), stderr=subprocess.PIPE, text=True)
-    wait_for_step(out, process, 25)
+    process = torchrun(out, story, data_dir, EXACT)
+    wait_for_step(out, 25, lambda: process.poll() is None)
     os.kill(_process_of_rank(1, out), signal.SIGKILL)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
@@ -218,8 +222,8 @@ def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, stor
 
 def test_sigterm_saves_in_all_processes_alike(alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
-    process = subprocess.Popen(command(out, story, data_dir, 2, EXACT), stderr=subprocess.PIPE, text=True)
-    wait_for_step(out, process, 25)
+    process = torchrun(out, story, data_dir, EXACT)
+    wait_for_step(out, 25, lambda: process.poll() is None)
     process.terminate()
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
@@ -232,9 +236,10 @@ def test_sigterm_saves_in_all_processes_alike(alone, story, data_dir, tmp_path):
 
 
 def test_mistakes_are_told_once(story, data_dir, tmp_path):
-    done = launch(tmp_path / "run", tmp_path / "missing.txt", data_dir, 2, EXACT)
-    assert done.returncode != 0
-    assert done.stderr.count("txl: error: ") == 1
+    process = torchrun(tmp_path / "run", tmp_path / "missing.txt", data_dir, EXACT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert errors.count("txl: error: ") == 1
     assert not (tmp_path / "run").exists()
 
 

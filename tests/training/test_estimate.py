@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
+import ctypes
 import platform
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
+from tests.forking import SERVER
 
 from txl.config import RunConfig, with_options
 from txl.models import build_model
 from txl.native import build
 from txl.presets import presets
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
-from txl.training.optimisers import build_optimizer, optimizer_tensors
-
-# Program for a separate process: prints its peak memory in bytes, less its memory after training a tiny model.
-MEASURE = """
-import json, sys
-import torch
-from txl.config import RunConfig, with_options
-from txl.models import build_model
-from txl.training.optimisers import WeightAverage
-from txl.training.optimisers import build_optimizer
+from txl.training.optimisers import WeightAverage, build_optimizer, optimizer_tensors
 from txl.training.step import training_step
 
-def kilobytes(name):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+M_MMAP_THRESHOLD = -3
+"""Number of the setting in glibc's malloc.h."""
 
-def train(run, steps, vocab_size=256):
+
+def train(run: RunConfig, steps: int, vocab_size: int) -> None:
     torch.manual_seed(0)
     model, train = build_model(run.model, vocab_size).train(), run.train
     if train.dtype == "float64":
@@ -45,17 +36,27 @@ def train(run, steps, vocab_size=256):
         if average is not None:
             average.update(model)
 
-torch.set_num_threads(1)
-run = with_options(RunConfig(), json.loads(sys.argv[1]))
-small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4"}
-small["model.mem_len"] = str(min(4, run.model.mem_len))
-if run.model.constant_state:
-    small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
-train(with_options(run, small), 2)
-before = kilobytes("VmRSS")
-train(run, 4, int(sys.argv[2]))
-print(1024 * (kilobytes("VmHWM") - before))
-"""
+
+def kilobytes(name: str) -> int:
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+
+def measure(options: dict[str, str], vocab_size: int, measured: Any) -> None:
+    """Send the peak memory of this process, less its memory after training a tiny model, in bytes."""
+    # Every large tensor gets a mapping of its own, so the system counts the live tensors, without fragmentation.
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    torch.set_num_threads(1)
+    run = with_options(RunConfig(), options)
+    small = {"model.n_layer": "1", "model.d_model": "8", "model.d_inner": "8", "train.segment": "4"}
+    small["model.mem_len"] = str(min(4, run.model.lengths().mem_len))
+    if run.model.constant_state:
+        small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
+    train(with_options(run, small), 2, 256)
+    before = kilobytes("VmRSS")
+    train(run, 4, vocab_size)
+    measured.put(1024 * (kilobytes("VmHWM") - before))
+
+
 SHAPE = {
     "model.n_layer": "4",
     "model.d_model": "128",
@@ -131,19 +132,18 @@ RECURRENT_CASES = {
 TOLERANCE = 0.15
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's MALLOC_MMAP_THRESHOLD_")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's mallopt")
 @pytest.mark.parametrize("case", [*CASES, *RECURRENT_CASES])
 def test_memory_is_what_a_run_takes(case):
     options = SHAPE | CASES[case] if case in CASES else RECURRENT | RECURRENT_CASES[case]
     vocab_size = 100_000 if case == "large vocabulary" else 256
-    # Every large tensor gets a mapping of its own, so the system counts the live tensors, without fragmentation.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, json.dumps(options), str(vocab_size)],
-        env=environment, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    measured = SERVER.SimpleQueue()
+    process = SERVER.Process(target=measure, args=(options, vocab_size, measured))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     estimated = estimate(with_options(RunConfig(), options), vocab_size).total_bytes
-    assert estimated == pytest.approx(int(done.stdout), rel=TOLERANCE)
+    assert estimated == pytest.approx(measured.get(), rel=TOLERANCE)
 
 
 def test_the_attention_of_the_device_is_counted():

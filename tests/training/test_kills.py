@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.conftest import small_run
+from tests.forking import SERVER
 from tests.training.test_trainer import assert_same_end
 
 from txl.runs import checkpoints
@@ -29,9 +29,6 @@ OPTIONS = {
     "train.log_every": "1",
     "train.average_from": "30",
 }
-# Processes are forked from a server that has imported everything: a start takes milliseconds, not seconds.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.training.test_kills"])
 
 
 def _train(corpus: str, out: str, data_dir: str, options: dict[str, str], kill_at: tuple[str, int] | None = None):

@@ -69,13 +69,13 @@ def recorded_results(
         _check_origin(path, record, scale, corpus, text)
         origin = {name: whole[name] for name in ("commit", "date") if name in whole}
         origin |= {name: record[name] for name in ("command", "hardware")} | {"dtype": record["scale"].get("dtype")}
-        assert isinstance(origin["hardware"]["cpu"], str), "hardware"
+        _expect(isinstance(origin["hardware"]["cpu"], str), "no name of a processor")
         found = [Recorded(path, *each) for each in _results(record, definition, origin)]
         for each in found:
             _check_form(each.result, needed)
     except UserError:
         raise
-    except (AssertionError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"--reuse {path}: damaged ({type(error).__name__}: {error}); give another record") from None
     return found
 
@@ -167,17 +167,22 @@ def _check_form(result: JsonObject, needed: Sequence[str]) -> None:
     for point in result.get("curve", ()):
         numbers |= {f"{name} of the point at {point['length']}": point[name] for name in ("length", "nll")}
     if (tuned := result.get("rates")) is not None:
-        assert Tuned.__annotations__.keys() <= tuned.keys(), "learning rates"
-        assert all(Tried.__annotations__.keys() <= each.keys() for each in tuned["tried"]), "learning rates"
+        _expect(Tuned.__annotations__.keys() <= tuned.keys(), "no learning rates")
+        _expect(all(Tried.__annotations__.keys() <= each.keys() for each in tuned["tried"]), "no learning rates")
         numbers["factor"] = tuned["factor"]
     if (context := result.get("effective context")) is not None:
-        assert "window" in result, "window"
+        _expect("window" in result, "no window")
         numbers |= {"targets": result["targets"]} | context["values"]
         numbers |= {f"loss at {int(length)}": loss for length, loss in context["curve"].items()}
         for gain in context["gains"]:
             numbers |= {f"gain from {gain['short']} to {gain['long']}": gain["gain"]}
     missing = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
-    assert not missing, f"no number in {', '.join(missing)}"
+    _expect(not missing, f"no number in {', '.join(missing)}")
+
+
+def _expect(present: bool, missing: str) -> None:
+    if not present:
+        raise ValueError(missing)
 
 
 def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:
