@@ -38,7 +38,7 @@ def text(story, tmp_path_factory):
     folder = tmp_path_factory.mktemp("splits")
     for split in ("train", "valid"):
         (folder / f"{split}.txt").write_bytes(b"as it was\n")
-    (folder / "test.txt").write_bytes(story.read_bytes()[:4000].rsplit(b"\n", 1)[0] + " zzyzx\tQ — “end”".encode())
+    (folder / "test.txt").write_bytes(story.read_bytes()[:1500].rsplit(b"\n", 1)[0] + " zzyzx\tQ — “end”".encode())
     return folder
 
 

@@ -32,7 +32,7 @@ def micro_run(steps: int = 6) -> RunConfig:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def micro() -> Scale:
     return dataclasses.replace(
         TINY,
@@ -49,7 +49,7 @@ def micro() -> Scale:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def words(story) -> DataConfig:
     return DataConfig(corpus=str(story), unit="word")
 

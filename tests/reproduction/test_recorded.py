@@ -161,10 +161,11 @@ def test_a_damaged_record_is_refused_and_nothing_is_written(table, damage, recor
     assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def records(micro, words, tmp_path, data_dir):
+@pytest.fixture(scope="module")
+def records(micro, words, tmp_path_factory, data_dir):
     """Records of one seed, by table."""
-    return {table: made(table, micro, words, tmp_path / table, data_dir, 1)[2] for table in ROWS}
+    folder = tmp_path_factory.mktemp("records")
+    return {table: made(table, micro, words, folder / table, data_dir, 1)[2] for table in ROWS}
 
 
 def test_a_group_that_was_measured_here_in_part_is_measured_here(

@@ -263,9 +263,9 @@ def test_memory_does_not_grow_within_a_request(server, monkeypatch):
 
     monkeypatch.setattr(scheduler_module, "SavedEvent", Saved)
     stream = new(server, TEXT)
-    server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 300})
-    generate(server, stream, 12 * 512)
-    assert len(most) > 55
+    server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 150})
+    generate(server, stream, 6 * 512)
+    assert len(most) > 27
     assert max(most) <= 8
 
 

@@ -413,7 +413,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_one_s_own_gone_on_from(train
 
 
 def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
-    run = small_run(str(story), **{"train.steps": "400"})
+    run = small_run(str(story), **{"train.steps": "200"})
     options = [f"--{name}={value}" for name, value in _given(run)]
     return [
         sys.executable,
@@ -456,7 +456,7 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
     again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
     assert again.returncode == 0
     assert "going on from step" in again.stderr
-    assert (out / "latest").read_text() == "step-00000400\n"
+    assert (out / "latest").read_text() == "step-00000200\n"
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(story, data_dir, tmp_path, trained):
