@@ -87,10 +87,10 @@ CASES = {
         "model.d_head": "64",
         "model.qk_norm": "true",
         "model.dropout": "0",
-        "train.batch_size": "16",
+        "train.batch_size": "8",
         "train.dtype": "bfloat16",
     },
-    "bfloat16": {"model.d_inner": "1024", "train.batch_size": "16", "train.dtype": "bfloat16"},
+    "bfloat16": {"model.d_inner": "1024", "train.batch_size": "8", "train.dtype": "bfloat16"},
     "float64": {"model.d_inner": "512", "train.batch_size": "8", "train.dtype": "float64"},
     "locked dropout": {
         "model.d_inner": "1024",
