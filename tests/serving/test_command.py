@@ -86,6 +86,12 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         (["--mem-len", "-5"], "mem_len"),
         (["--checkpoint", "9999"], "checkpoint"),
         (["--dtype", "int8"], "--dtype"),
+        (["--allow-host", "example.org:443"], "without scheme and port"),
+        (["--allow-host", "https://example.org"], "without scheme and port"),
+        (["--allow-origin", "example.org"], "scheme, host and port"),
+        (["--allow-origin", "https://example.org/"], "scheme, host and port"),
+        (["--allow-origin", "https://Example.org"], "scheme, host and port"),
+        (["--allow-origin", "https://example.org:443"], "scheme, host and port"),
     ],
 )
 def test_mistakes_are_one_line(trained, words, reason, capsys):

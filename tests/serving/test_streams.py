@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -368,9 +369,48 @@ def test_deleting_ends_what_runs(server):
     server.refused(404, f"/v1/streams/{stream}", method="GET")
 
 
+@pytest.mark.parametrize(("route", "value"), [("append", {"text": TEXT * 400}), ("generate", {"max_tokens": 60000})])
+def test_a_request_whose_stream_is_deleted_is_told_so(server, route, value):
+    stream = new(server)
+    with ThreadPoolExecutor() as beside:
+        waiting = beside.submit(server.refused, 404, f"/v1/streams/{stream}/{route}", value)
+        wait_for(lambda: server.get(f"/v1/streams/{stream}")["busy"])
+        assert server.client.delete(f"/v1/streams/{stream}").status_code == 200
+        assert waiting.result()["code"] == "no_such_stream"
+
+
+def test_a_stream_whose_creation_is_broken_off_is_deleted(server):
+    with server.client.stream("POST", "/v1/streams", json={"text": TEXT * 400, "stream": True}) as answer:
+        assert answer.status_code == 201
+        next(answer.iter_lines())
+        assert len(server.kept) == 1
+    wait_for(lambda: server.is_empty() and len(server.kept) == 0)
+
+
+def test_answers_that_would_take_too_much_memory_are_refused(server_with):
+    server = server_with(Limits(max_reported=500))
+    stream = new(server)
+    for route, value in (("append", {"text": TEXT}), ("generate", {"max_tokens": 60})):
+        error = server.refused(400, f"/v1/streams/{stream}/{route}", value | {"logprobs": 9})
+        assert "one answer has at most 500" in error["message"]
+        server.post(f"/v1/streams/{stream}/{route}", value)  # sums alone take no memory
+        progressive = value | {"logprobs": 9, "stream": True}  # an event stream is not held in memory
+        assert server.client.post(f"/v1/streams/{stream}/{route}", json=progressive).status_code == 200
+    server.refused(400, "/v1/streams", {"text": TEXT, "attention": True, "logprobs": 9})
+    assert len(server.kept) == 1
+
+
+def test_no_more_tokens_are_drawn_than_the_limit_by_default(server_with):
+    server = server_with(Limits(max_tokens=5))
+    for path, value in ((f"/v1/streams/{new(server)}/generate", {}), ("/v1/completions", {"prompt": TEXT})):
+        assert server.post(path, value)["usage"]["completion_tokens"] == 5
+
+
 @pytest.mark.parametrize(
     ("path", "value", "named"),
     [
+        ("", {"logprobs": 3}, "logprobs"),
+        ("", {"stream": True}, "stream"),
         ("", {"text": "a", "tokens": [1]}, "either"),
         ("", {"text": ""}, "text"),
         ("", {"text": 3}, "text"),

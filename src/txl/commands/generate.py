@@ -52,8 +52,14 @@ def add_parser(commands: Subparsers) -> None:
         "-n", "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
     )
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="different continuations (default: 1)")
-    add_sampling_options(parser)
-    parser.add_argument("--greedy", action="store_true", help="always the likeliest token: --temperature 0")
+    add_sampling_options(parser).add_argument(
+        "--greedy",
+        action="store_const",
+        const=0.0,
+        default=1.0,
+        dest="temperature",
+        help="always the likeliest token: --temperature 0",
+    )
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default: drawn)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     parser.add_argument(
@@ -77,8 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
-    temperature = 0.0 if arguments.greedy else arguments.temperature
-    Sampling(arguments.top_k, arguments.top_p, temperature)  # refuses bad values
+    Sampling(arguments.top_k, arguments.top_p, arguments.temperature)  # refuses bad values
     run_directory, config, checkpoint = run_to_read(arguments)
     lengths = tested_lengths(arguments, config).options()
     import torch
@@ -98,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         "max_tokens": arguments.max_tokens,
         "top_k": arguments.top_k,
         "top_p": arguments.top_p,
-        "temperature": temperature,
+        "temperature": arguments.temperature,
         "seed": arguments.seed,
         "stop": arguments.stop,
         **lengths,

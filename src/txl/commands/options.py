@@ -233,8 +233,8 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse._ActionsContainer) -> None:
-    """Add the options for drawing tokens."""
+def add_sampling_options(parser: argparse._ActionsContainer) -> argparse._MutuallyExclusiveGroup:
+    """Add the options for drawing tokens; return the group of `--temperature`, for options that exclude it."""
     parser.add_argument(
         "--top-k",
         type=_top_k,
@@ -245,13 +245,15 @@ def add_sampling_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities reach P"
     )
-    parser.add_argument(
+    temperature = parser.add_mutually_exclusive_group()
+    temperature.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         metavar="X",
         help="below 1: likely tokens more often; 0: always the likeliest (default: 1)",
     )
+    return temperature
 
 
 @named("a whole number or none")

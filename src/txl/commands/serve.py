@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from txl.commands.options import (
     add_checkpoint,
@@ -24,6 +25,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.config import EvalConfig
     from txl.serving.kept import KeptStreams
     from txl.serving.requests import Limits
 
@@ -144,11 +146,26 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
+            for note in _differences(config.eval, about["window"]):
+                say(f"note: {note}")
             if n_opened:
                 say(f"{_streams(n_opened)} opened from {arguments.streams}")
 
         serve(app, service, listening, ready)
     say(_farewell(kept, arguments.streams))
+
+
+def _differences(settings: EvalConfig, window: int | None) -> Iterator[str]:
+    """Yield what makes this server's log-probabilities other ones than those of `txl score`."""
+    from txl.generation.reading import PROMPT_SEGMENT
+
+    if settings.temperature != 1:
+        yield f"log-probabilities are those of temperature 1; txl score uses the run's, {settings.temperature:g}"
+    if window is None and settings.segment > PROMPT_SEGMENT:
+        yield (
+            f"texts are read in segments of {PROMPT_SEGMENT} tokens; txl score uses the run's, {settings.segment}, and "
+            f"without a window its log-probabilities differ"
+        )
 
 
 def _streams(count: int) -> str:
@@ -173,6 +190,33 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
     _key(arguments.api_key)
+    for host in arguments.allow_host:
+        if not _is_host(host):
+            raise UserError(f"--allow-host is {host}; expected a host name without scheme and port (lm.example.org)")
+    for origin in arguments.allow_origin:
+        if not _is_origin(origin):
+            raise UserError(
+                f"--allow-origin is {origin}; expected scheme, host and port as a browser sends them "
+                f"(https://example.org)"
+            )
+
+
+def _is_host(name: str) -> bool:
+    try:
+        return urlsplit(f"//{name}").hostname == name.lower()
+    except ValueError:
+        return False
+
+
+def _is_origin(text: str) -> bool:
+    """Return whether a browser could send the text as `Origin`: in small letters, without path and default port."""
+    try:
+        parts = urlsplit(text)
+        default_port = parts.port is not None and parts.port == {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return False
+    plain = bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}".lower()
+    return text == "null" or (plain and not default_port)
 
 
 def _key(given: str | None) -> str | None:

@@ -134,7 +134,7 @@ def _asked(fields: Fields, service: Service) -> _Asked:
     limits, progressive = service.limits, fields.flag("stream")
     return _Asked(
         n=fields.whole("n", 1, 1, limits.max_choices),
-        max_tokens=fields.whole("max_tokens", 16, 0, limits.max_tokens),
+        max_tokens=fields.whole("max_tokens", limits.default_tokens, 0, limits.max_tokens),
         top=fields.whole("logprobs", None, 0, limits.max_logprobs),
         echo=fields.flag("echo"),
         progressive=progressive,

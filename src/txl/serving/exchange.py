@@ -83,7 +83,9 @@ def finite(log_prob: float) -> float:
     return max(log_prob, _LEAST)
 
 
-def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service) -> Response:
+def event_stream(
+    events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service, status: int = 200
+) -> Response:
     """Return a response of server-sent events, ended by `[DONE]`; cancel the works when the client disconnects."""
 
     async def data() -> AsyncIterator[dict[str, str]]:
@@ -98,7 +100,12 @@ def event_stream(events: AsyncIterator[JsonObject], works: Sequence[Work], servi
                 work.cancelled = True
 
     return EventSourceResponse(
-        data(), ping=15, sep="\n", shutdown_event=service.farewell(), shutdown_grace_period=service.grace + 5
+        data(),
+        status,
+        ping=15,
+        sep="\n",
+        shutdown_event=service.farewell(),
+        shutdown_grace_period=service.grace + 5,
     )
 
 

@@ -122,6 +122,7 @@ class KeptStreams:
 
     def delete(self, stream: KeptStream) -> None:
         """Delete a stream with its file, and cancel the work in progress on the stream."""
+        stream.deleted = True
         if stream.work is not None:
             stream.work.cancelled = True
         self._streams.pop(stream.id, None)

@@ -85,6 +85,8 @@ class KeptStream:
     """True if the stream has changed since its file was written; used if streams are saved in a folder."""
     work: Work | None = None
     """Work in progress on the stream; None: the stream is free."""
+    deleted: bool = False
+    """True if the stream was deleted, perhaps while a request used it."""
 
     @property
     def tail(self) -> tuple[int, ...]:

@@ -61,6 +61,11 @@ class Limits:
     write_seconds: float = 30.0
     """Seconds within which a client must receive the data sent, or at least 64 KiB of the data."""
 
+    @property
+    def default_tokens(self) -> int:
+        """Number of tokens that are generated if a request does not say how many: that of the OpenAI API, 16."""
+        return min(16, self.max_tokens)
+
     def check_reported(self, n_token: int, top: int | None) -> None:
         """Refuse an answer with so many log-probabilities that it would take too much memory.
 

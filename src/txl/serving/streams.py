@@ -16,7 +16,7 @@ from txl.generation.text import StopStrings
 from txl.serving.exchange import beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.kept import KeptStreams
 from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
-from txl.serving.requests import ApiError, Fields, fields_of, json_response
+from txl.serving.requests import ApiError, Fields, Limits, fields_of, json_response
 from txl.serving.service import Service
 from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
 
@@ -101,12 +101,15 @@ async def create(request: Request) -> Response:
     kept.service.check_model(fields.text("model"))
     seed = fields.seed() % 2**63
     if "text" not in fields and "tokens" not in fields:
+        for name in _READ:
+            if name in fields:
+                raise ApiError(400, f"{name} is given without text or tokens to read; leave it out", param=name)
         return json_response(describe(kept.new(seed), kept), 201)
     kept.check_room()
     prompt = await _to_read(fields, kept.service)
     stream = kept.new(seed)
     try:
-        return await _append(request, kept, stream, fields, prompt, 201)
+        return await _append(request, kept, stream, fields, prompt, created=True)
     except BaseException:
         kept.delete(stream)
         raise
@@ -128,15 +131,22 @@ async def append(request: Request) -> Response:
     fields = await fields_of(request, _APPEND)
     kept.free(request.path_params["id"])
     ids = await _to_read(fields, kept.service)
-    return await _append(request, kept, kept.free(request.path_params["id"]), fields, ids, 200)
+    return await _append(request, kept, kept.free(request.path_params["id"]), fields, ids)
 
 
 async def _append(
-    request: Request, kept: KeptStreams, stream: KeptStream, fields: Fields, ids: torch.Tensor, status: int
+    request: Request,
+    kept: KeptStreams,
+    stream: KeptStream,
+    fields: Fields,
+    ids: torch.Tensor,
+    created: bool = False,
 ) -> Response:
-    service = kept.service
-    top = fields.whole("logprobs", None, 0, service.limits.max_logprobs)
-    progressive, attention = fields.flag("stream"), fields.flag("attention")
+    service, status = kept.service, 201 if created else 200
+    top, attention = _reported(fields, service.limits)
+    progressive = fields.flag("stream")
+    if not progressive:  # an event stream is not held in memory
+        service.limits.check_reported(ids.numel(), top)
     work = Work(
         0,
         ids,
@@ -144,7 +154,7 @@ async def _append(
         Outbox(progressive),
         after=stream.state,
         score=True,
-        top=0 if top is None and attention else top,
+        top=top,
         attention=attention,
         keep=True,
         segment=service.segment,
@@ -162,15 +172,21 @@ async def _append(
     if progressive:
 
         async def events() -> AsyncIterator[JsonObject]:
-            async for batch in operation.batches():
-                for event in batch:
-                    if isinstance(event, ReadEvent):
-                        tokens = shown.tokens(event.tokens, "read")
-                        yield {"object": "stream.progress", "read": event.read, "total": event.total, "tokens": tokens}
-            _check(operation)
-            yield result(None)
+            complete = False
+            try:
+                async for batch in operation.batches():
+                    for event in batch:
+                        if isinstance(event, ReadEvent):
+                            shares = {"read": event.read, "total": event.total}
+                            yield {"object": "stream.progress", **shares, "tokens": shown.tokens(event.tokens, "read")}
+                _check(operation)
+                complete = True
+                yield result(None)
+            finally:
+                if created and not complete:  # the client does not know the stream's id
+                    kept.delete(stream)
 
-        return event_stream(events(), [work], service)
+        return event_stream(events(), [work], service, status)
     batches = await while_connected(request, _all(operation), [work])
 
     def whole() -> Response:
@@ -189,7 +205,15 @@ async def _all(operation: Operation) -> list[Event]:
     return events
 
 
+def _reported(fields: Fields, limits: Limits) -> tuple[int | None, bool]:
+    """Return the number of alternatives for each token (None: no tokens are listed), and whether attention is asked."""
+    top, attention = fields.whole("logprobs", None, 0, limits.max_logprobs), fields.flag("attention")
+    return 0 if top is None and attention else top, attention
+
+
 def _check(operation: Operation) -> None:
+    if operation.stream.deleted:
+        raise ApiError(404, "the stream was deleted during this request", code="no_such_stream")
     if operation.failure is not None:
         raise ApiError(operation.failure.status, operation.failure.message)
 
@@ -199,9 +223,11 @@ async def generate(request: Request) -> Response:
     kept: KeptStreams = request.app.state.kept
     service, limits = kept.service, kept.service.limits
     fields = await fields_of(request, _GENERATE)
-    max_tokens = fields.whole("max_tokens", 16, 1, limits.max_tokens)
-    top = fields.whole("logprobs", None, 0, limits.max_logprobs)
-    progressive, attention = fields.flag("stream"), fields.flag("attention")
+    max_tokens = fields.whole("max_tokens", limits.default_tokens, 1, limits.max_tokens)
+    top, attention = _reported(fields, limits)
+    progressive = fields.flag("stream")
+    if not progressive:
+        limits.check_reported(max_tokens, top)
     sampling, stop = fields.sampling(), fields.strings("stop", 4)
     stream = kept.free(request.path_params["id"])
     if stream.state.n_token == 0:
@@ -216,7 +242,7 @@ async def generate(request: Request) -> Response:
         Outbox(progressive),
         after=stream.state,
         forbidden=service.texts.forbidden,
-        top=0 if top is None and attention else top,
+        top=top,
         attention=attention,
         keep=True,
     )
@@ -225,7 +251,8 @@ async def generate(request: Request) -> Response:
     operation.start(service)
     if progressive:
         return event_stream(answer.events(), [work], service)
-    return json_response(await while_connected(request, answer.whole(), [work]))
+    events = await while_connected(request, _all(operation), [work])
+    return await beside(max_tokens if top is not None else 0, lambda: json_response(answer.whole(events)))
 
 
 class _Generation:
@@ -245,9 +272,9 @@ class _Generation:
         _check(self._operation)
         yield self._result(None, None)
 
-    async def whole(self) -> JsonObject:
+    def whole(self, events: list[Event]) -> JsonObject:
         """Return the complete answer as one object."""
-        return self._result(*self._take(await _all(self._operation)))
+        return self._result(*self._take(events))
 
     def _take(self, batch: list[Event]) -> tuple[str, list[JsonObject] | None]:
         """Return the text and the tokens of a batch of events."""
