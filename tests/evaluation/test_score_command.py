@@ -7,9 +7,11 @@ import gc
 import io
 import json
 import math
+import os
 import re
 import sys
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.conftest import small_run
@@ -136,6 +138,18 @@ def test_the_table_says_what_eval_says(unit, runs, text, data_dir, tmp_path, cap
         )
         for name in ("surprisal", "word_surprisal"):
             assert shown[name] == (float(row[name]) if row[name] else "")
+
+
+def test_a_named_pipe_is_read_once(runs, text, tmp_path, capsys):
+    run, file, pipe = str(runs / "byte"), text / "test.txt", tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["score", run, str(file)]) == 0
+    expected = capsys.readouterr().out
+    with ThreadPoolExecutor() as beside:
+        writing = beside.submit(pipe.write_bytes, file.read_bytes())
+        assert main(["score", run, str(pipe)]) == 0
+        writing.result(timeout=60)
+    assert capsys.readouterr().out == expected
 
 
 def test_settings_and_checkpoints_are_those_of_eval(runs, text, data_dir, capsys):

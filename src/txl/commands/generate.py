@@ -56,7 +56,6 @@ def add_parser(commands: Subparsers) -> None:
         "--greedy",
         action="store_const",
         const=0.0,
-        default=1.0,
         dest="temperature",
         help="always the likeliest token: --temperature 0",
     )

@@ -72,11 +72,11 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.data.sources import Piece, open_file
 
     run_directory, config, checkpoint = run_to_read(arguments)
-    path = None if arguments.file == "-" or Path(arguments.file).is_fifo() else Path(arguments.file)
-    if path is None:
-        source = sys.stdin.buffer if arguments.file == "-" else open_file(Path(arguments.file))
-    else:
-        source = path
+    path = None if arguments.file == "-" else Path(arguments.file)
+    source = sys.stdin.buffer if path is None else path
+    if path is not None and path.is_fifo():  # can be read only once
+        source, path = open_file(path), None
+    elif path is not None:
         open_file(path).close()  # refuses an unreadable file before the model is loaded
     check_output_file(arguments.out, path)
     from txl.allocator import keep_freed_memory

@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _differences(settings: EvalConfig, window: int | None) -> Iterator[str]:
-    """Yield what makes this server's log-probabilities other ones than those of `txl score`."""
+    """Yield the reasons why log-probabilities of this server differ from those of `txl score`."""
     from txl.generation.reading import PROMPT_SEGMENT
 
     if settings.temperature != 1:

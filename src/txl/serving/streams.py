@@ -135,13 +135,9 @@ async def append(request: Request) -> Response:
 
 
 async def _append(
-    request: Request,
-    kept: KeptStreams,
-    stream: KeptStream,
-    fields: Fields,
-    ids: torch.Tensor,
-    created: bool = False,
+    request: Request, kept: KeptStreams, stream: KeptStream, fields: Fields, ids: torch.Tensor, created: bool = False
 ) -> Response:
+    """Read a text into a stream; delete a stream that this request `created`, if its event stream is broken off."""
     service, status = kept.service, 201 if created else 200
     top, attention = _reported(fields, service.limits)
     progressive = fields.flag("stream")
@@ -177,8 +173,8 @@ async def _append(
                 async for batch in operation.batches():
                     for event in batch:
                         if isinstance(event, ReadEvent):
-                            shares = {"read": event.read, "total": event.total}
-                            yield {"object": "stream.progress", **shares, "tokens": shown.tokens(event.tokens, "read")}
+                            value = {"object": "stream.progress", "read": event.read, "total": event.total}
+                            yield value | {"tokens": shown.tokens(event.tokens, "read")}
                 _check(operation)
                 complete = True
                 yield result(None)
