@@ -154,18 +154,25 @@ class KeptStreams:
         while not self._stops.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stops.wait(), min(1.0, self.service.limits.idle_seconds / 4))
+            # In methods of their own, whose variables do not hold a deleted stream's state until the next round.
             now = time.monotonic()
-            for stream in [each for each in self if each.work is None]:
-                if now - stream.used > self.service.limits.idle_seconds:
-                    self.delete(stream)
+            self._delete_idle(now)
             if self._folder is not None and now - written > _WRITE_EVERY:
-                for stream in [each for each in self if each.changed and each.work is None]:
-                    stream.changed = False
-                    await asyncio.to_thread(self._write, stream, stream.copy())
-                    if stream.id not in self._streams:
-                        self._remove(stream)
+                await self._write_changed()
                 written = time.monotonic()
             self._count()
+
+    def _delete_idle(self, now: float) -> None:
+        for stream in [each for each in self if each.work is None]:
+            if now - stream.used > self.service.limits.idle_seconds:
+                self.delete(stream)
+
+    async def _write_changed(self) -> None:
+        for stream in [each for each in self if each.changed and each.work is None]:
+            stream.changed = False
+            await asyncio.to_thread(self._write, stream, stream.copy())
+            if stream.id not in self._streams:
+                self._remove(stream)
 
     def _count(self) -> None:
         self.service.metrics.streams.set(len(self._streams))
