@@ -131,6 +131,7 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["eval", "RUN", "--checkpoint", "99"], "no checkpoint 99; there: step-00000008, step-00000012"),
         (["eval", "RUN", "--checkpoint", "first"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--data.unit", "word"], "--data.unit is word, but this model reads byte tokens"),
+        (["eval", "RUN", "--data.min-count", "3"], "data.min_count is set, but the model has its vocabulary already"),
         (["eval", "RUN", "--max-tokens", "1"], "max_tokens is 1"),
         (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
         (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "max_tokens is 0"),

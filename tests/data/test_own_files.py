@@ -61,6 +61,10 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
         ("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens", "setup_test.py"),
         ("train.jsonl", "valid.jsonl.gz", "test.jsonl", "test.py", "test_all.py"),
         ("train/part0.jsonl", "valid/part0.jsonl", "test/part0.jsonl", "README.md"),
+        ("Train.txt", "VALID.txt", "Test.txt"),
+        ("Train/a.txt", "Valid/a.txt", "Test/a.txt"),
+        ("europarl.train.en", "europarl.dev.en", "europarl.test.en", "README"),
+        ("text8.train", "text8.valid", "text8.test"),
     ],
 )
 def test_splits_are_known_by_their_names(names, tmp_path):
@@ -96,6 +100,15 @@ def test_folders_of_source_code_may_be_called_train_and_test(tmp_path):
     assert len(split_bytes(str(tmp_path))["train"]) > 300
 
 
+@pytest.mark.parametrize(
+    "names", [("train.py", "dev-notes.md", "sub/test.sh", "novel.txt"), ("train.py", "val.py", "test.py", "novel.txt")]
+)
+def test_programs_and_notes_are_not_taken_for_splits(names, tmp_path):
+    write(tmp_path, *names)
+    everything = b"".join(split_bytes(str(tmp_path)).values())
+    assert everything == b"".join((tmp_path / name).read_bytes() for name in sorted(names))
+
+
 def test_what_this_package_wrote_into_a_folder_is_not_its_text(tmp_path):
     write(tmp_path, "a.txt", "config.json", "sub/b.txt")
     before = find_files(str(tmp_path))
@@ -124,6 +137,30 @@ def test_links_are_followed_once(tmp_path):
     both = [tmp_path / "texts" / "a.txt", tmp_path / "texts" / "linked" / "b.txt"]
     assert find_files(str(tmp_path / "texts")) == both
     assert find_files(str(tmp_path / "texts" / "**")) == both
+
+
+def test_a_file_with_links_to_it_is_read_once(tmp_path):
+    write(tmp_path, "novel.txt", "other.txt")
+    (tmp_path / "a-link.txt").symlink_to("novel.txt")
+    both = [tmp_path / "novel.txt", tmp_path / "other.txt"]
+    assert find_files(str(tmp_path)) == both
+    assert find_files(str(tmp_path / "*.txt")) == both
+
+
+def test_a_relative_glob_is_found_in_a_folder_whose_name_looks_like_a_glob(tmp_path, monkeypatch):
+    write(tmp_path, "notes [2024]/a.txt", "notes [2024]/b.txt")
+    monkeypatch.chdir(tmp_path / "notes [2024]")
+    corpus = txl.open_corpus("*.txt", data_dir=tmp_path / "data", quiet=True)
+    assert len(corpus.tokens("train")) > 300
+    monkeypatch.chdir(tmp_path)
+    assert txl.open_corpus(corpus.name, data_dir=tmp_path / "data", quiet=True).directory == corpus.directory
+
+
+@pytest.mark.parametrize("name", ["a.zip", "a.txt.bz2", "a.txt.GZ"])
+def test_compressed_files_of_other_kinds_are_not_read_as_text(name, tmp_path):
+    write(tmp_path, name)
+    message = refusal(str(tmp_path / name), tmp_path / "data")
+    assert message.endswith(f"{name}: files of this kind are not read; expected text, or .gz, .xz or .zst")
 
 
 @pytest.mark.parametrize("pattern", ["", "**"])

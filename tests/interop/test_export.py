@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import txl
 from tests.conftest import small_run
@@ -191,7 +193,7 @@ def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "full"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "contradiction"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "contradiction", "not a number"])
 def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
     export_run(run, tmp_path / "out", "safetensors")
     weights = tmp_path / "out" / "model.safetensors"
@@ -199,13 +201,20 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
         weights.unlink()
     elif damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:-10])
+    elif damage == "not a number":
+        tensors = load_file(weights)
+        tensors["softmax.bias"][3] = torch.nan
+        save_file(tensors, weights)
     words = ["import", str(tmp_path / "out"), "--out", str(tmp_path / "again")]
     words += ["--model.n-layer", "7"] if damage == "contradiction" else []
     assert main(words) == 2
-    message = {"missing": "no weights there", "truncated": "damaged", "contradiction": "model.n_layer is 7, but"}[
-        damage
-    ]
-    assert message in capsys.readouterr().err
+    message = {
+        "missing": "no weights there",
+        "truncated": "damaged",
+        "contradiction": "model.n_layer is 7, but",
+        "not a number": "the tensor softmax.bias holds numbers that are not finite",
+    }
+    assert message[damage] in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 
 
@@ -225,6 +234,30 @@ def test_an_export_into_the_folder_that_one_is_in(run, tmp_path, monkeypatch):
     export_run(run, Path("."), "safetensors")
     assert Path("config.json").is_file()
     assert [each.name for each in tmp_path.glob(".out*")] == [".out.partial-0123"]
+
+
+def test_an_existing_folder_may_be_on_another_file_system(run, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    rename = os.rename
+    renamed: list[str] = []
+
+    def fail_between_systems(old, new):
+        if (out in Path(old).parents) != (out in Path(new).parents):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        if fails_at == len(renamed):
+            raise OSError(errno.EIO, "Input/output error")
+        renamed.append(new)
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", fail_between_systems)
+    fails_at = 1
+    with pytest.raises(UserError, match="cannot be written"):
+        export_run(run, out, "safetensors")
+    assert list(out.iterdir()) == [], "a file that was moved stayed"
+    fails_at = None
+    export_run(run, out, "safetensors")
+    assert sorted(each.name for each in out.iterdir()) == ["config.json", "model.safetensors", "vocabulary.json"]
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "safetensors"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import json
 import os
@@ -225,7 +226,9 @@ def absolute_path(corpus: str) -> str:
             find_files(corpus)  # a glob
         except UserError:
             return corpus  # an unknown name: error messages quote it as typed
-    return os.path.abspath(corpus)
+    if os.path.exists(corpus) or not glob.has_magic(corpus):
+        return os.path.abspath(corpus)
+    return os.path.normpath(os.path.join(glob.escape(os.getcwd()), corpus))
 
 
 def is_named(corpus: str) -> bool:

@@ -35,7 +35,12 @@ _COMPRESSED_BLOCK = 1 << 10
 """Compressed bytes of a .zst file read at a time; repetitive text grows ten thousandfold when decompressed."""
 _SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
 """Words for each split in file and folder names, as regular expressions."""
-_COMPRESSED_END = r"\.(gz|xz|zst)$"
+_COMPRESSED_END = re.compile(r"\.(gz|xz|zst)$", re.IGNORECASE)
+_TEXT_END = re.compile(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)$", re.IGNORECASE)
+_CODE_END = re.compile(r"\.(py|ipynb|sh|js|ts|c|cc|cpp|cu|h|java|go|rs|jl|lua|pl|rb|r)$", re.IGNORECASE)
+"""Ends of file names of programs, which may happen to be called train and test."""
+_UNREADABLE = re.compile(r"\.(bz2|zip|tgz|7z|rar|lz4|lzma|br|z)$", re.IGNORECASE)
+"""Ends of file names of archives and compressed files that are not decompressed."""
 
 
 @dataclass(frozen=True)
@@ -169,13 +174,13 @@ def stdlib_pieces(unit: str = "byte") -> Pieces:
         split: [
             Piece(root / name)
             for name in sorted(names[split])
-            if sizes[name] and (unit == "byte" or _is_text(root / name))
+            if sizes[name] and (unit == "byte" or _is_utf8(root / name))
         ]
         for split in SPLITS
     }
 
 
-def _is_text(path: Path) -> bool:
+def _is_utf8(path: Path) -> bool:
     content = path.read_bytes()
     try:
         content.decode("utf-8")
@@ -216,14 +221,20 @@ def find_files(text: str) -> list[Path]:
     """Return the files that a path, folder or glob names, sorted.
 
     In folders, hidden files and directories that this package writes (runs, reproductions, prepared corpora) are left
-    out. A folder that is reachable through several links is read once.
+    out. A file or folder that is found through several links is read once.
+
+    Raises:
+        UserError: if nothing is found, something cannot be read, or a single file is of a kind that is not read, such
+            as .zip.
     """
     path = Path(text)
     try:
         if path.is_file():
+            if _UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
+                raise UserError(f"{text}: files of this kind are not read; expected text, or .gz, .xz or .zst")
             return [path.absolute()]
         if path.is_dir():
-            found = [each.absolute() for each in sorted(_files_below(path))]
+            found = _each_once(sorted(_files_below(path)))
             if not found:
                 raise UserError(f"{text}: the folder holds no files")
             return found
@@ -231,7 +242,7 @@ def find_files(text: str) -> list[Path]:
             path.stat()  # raises an error that gives the reason
             if path.exists():
                 raise UserError(f"{text}: neither a file nor a folder; expected text in a file, not a pipe or device")
-        found = _matching(text)
+        found = _each_once([path for path in map(Path, sorted(glob.glob(text, recursive=True))) if path.is_file()])
         if not found or "**" in text:  # glob skips unreadable folders: listing them raises the error
             before = _folder_before_magic(path)
             list(_files_below(before)) if "**" in text else os.listdir(before)
@@ -245,14 +256,13 @@ def find_files(text: str) -> list[Path]:
     return found
 
 
-def _matching(pattern: str) -> list[Path]:
-    """Return the files that match a glob, sorted; a file found through several links to its folder is returned once."""
-    found: dict[tuple[str, str], Path] = {}
-    for each in sorted(glob.glob(pattern, recursive=True)):
-        path = Path(each).absolute()
-        if path.is_file():
-            found.setdefault((os.path.realpath(path.parent), path.name), path)
-    return list(found.values())
+def _each_once(paths: list[Path]) -> list[Path]:
+    """Return absolute paths in the same order; of several paths to one file only the first, or the one without link."""
+    chosen: dict[str, Path] = {}
+    for path in sorted(paths, key=Path.is_symlink):
+        chosen.setdefault(os.path.realpath(path), path)
+    kept = set(chosen.values())
+    return [path.absolute() for path in dict.fromkeys(paths) if path in kept]
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -299,44 +309,52 @@ def content_size(path: Path) -> int:
 def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | None:
     """Return the files of each split if their names tell the splits apart, else None.
 
-    The first of these rules that applies is used: plain names, such as train.txt, in the folder itself; one file for
-    each split, whatever the rest of its name; a single set of texts whose names differ only in the split, such as
-    ptb.train.txt; folders named after splits.
+    Capital letters do not matter. The first of these rules that applies is used: plain names, such as train.txt, in the
+    folder itself; one text for each split in one folder, whatever the rest of its name; a single set of texts whose
+    names differ only in the split, such as ptb.train.txt; folders named after splits; in the folder itself, a single
+    set of other files that are not source code, such as train.en.
 
     Raises:
         UserError: if there are texts of two splits, but not a single set of all three. Concatenating and cutting them
             anew would train on text meant for testing.
     """
     named = [
-        (split, found[1] or "", found[3] or "", path)
+        (split, found[1] or "", _COMPRESSED_END.sub("", found[3] or ""), path)
         for path in paths
         for split, words in _SPLIT_WORDS.items()
-        if (found := re.fullmatch(rf"(.*[._-])?({words})([._-].*)?", path.name))
+        if (found := re.fullmatch(rf"(.*[._-])?({words})([._-].*)?", path.name, re.IGNORECASE))
     ]
     root = folder.absolute()
     plain = _by_split(
-        (split, path) for split, before, after, path in named if path.parent == root and not before and _is_plain(after)
+        (split, path)
+        for split, before, after, path in named
+        if path.parent == root and not before and _TEXT_END.search(after)
     )
-    matching = _by_split((split, path) for split, _, _, path in named)
+    matching = _by_split((split, path) for split, _, after, path in named if not after or _TEXT_END.search(after))
     for found in (plain, matching):
-        if all(len(each) == 1 for each in found.values()):
+        if all(len(each) == 1 for each in found.values()) and len({path.parent for (path,) in found.values()}) == 1:
             return found
     sets: dict[tuple[Path, str, str], list[tuple[str, Path]]] = {}
     for split, before, after, path in named:
-        if _is_plain(path.suffix if path.suffix not in COMPRESSED else Path(path.stem).suffix):
-            sets.setdefault((path.parent, before, re.sub(_COMPRESSED_END, "", after)), []).append((split, path))
-    several = [found for found in map(_by_split, sets.values()) if sum(map(bool, found.values())) > 1]
+        sets.setdefault((path.parent, before.lower(), after.lower()), []).append((split, path))
+    texts = [_by_split(files) for (_, _, after), files in sets.items() if _TEXT_END.search(after)]
+    several = [found for found in texts if sum(map(bool, found.values())) > 1]
     below = _by_split(
         (split, path)
         for path in paths
         for split, words in _SPLIT_WORDS.items()
-        if path.parent != root and re.fullmatch(words, path.relative_to(root).parts[0])
+        if path.parent != root and re.fullmatch(words, path.relative_to(root).parts[0], re.IGNORECASE)
     )
     if not several and below["train"] and (below["valid"] or below["test"]):
         folders = {path.relative_to(root).parts[0] for files in below.values() for path in files}
         if len(folders) == len(SPLITS) and all(below.values()):
             return below
         several = [below]
+    if not several:
+        others = [
+            _by_split(files) for (at, _, after), files in sets.items() if at == root and not _CODE_END.search(after)
+        ]
+        several = [found for found in others if all(found.values())]
     several = [plain] if sum(map(bool, plain.values())) > 1 else several
     if len(several) == 1 and several[0] is not plain and all(len(each) == 1 for each in several[0].values()):
         return several[0]
@@ -353,11 +371,6 @@ def _by_split(files: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
     return found
 
 
-def _is_plain(ending: str) -> bool:
-    """Return whether a file name ending belongs to a text (and not to source code, for example)."""
-    return re.match(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)", ending) is not None
-
-
 def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
     """Return the reason why the splits cannot be told apart."""
     held = {
@@ -371,7 +384,8 @@ def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
     if missing is None or len(several) > 1:
         return f"{listed}, more than one for a split"
     name, words = next(iter(held.items()))
-    return f"{listed}, but no {missing} split; expected {re.sub(words, missing, name, count=1)} too"
+    expected = re.sub(words, missing, name, count=1, flags=re.IGNORECASE)
+    return f"{listed}, but no {missing} split; expected {expected} too"
 
 
 def cut(paths: list[Path], sizes: list[int], first: int, end: int) -> list[Piece]:

@@ -30,7 +30,7 @@ def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig
         source: checkpoint as read from its file.
         options: fields of `TransformerXLConfig` that the user states.
     """
-    tensors = {name: _floating(name, tensor) for name, tensor in source.tensors.items()}
+    tensors = {name: floating(name, tensor) for name, tensor in source.tensors.items()}
     source.tensors.clear()
     config = _configuration(tensors, source, options)
     weights = _weights(tensors, config)
@@ -40,8 +40,12 @@ def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig
     return config, weights
 
 
-def _floating(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of any floating-point type as float32."""
+def floating(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of any floating-point type as float32.
+
+    Raises:
+        UserError: if the tensor has another type, is a single number, or holds numbers that are not finite.
+    """
     if not tensor.dtype.is_floating_point:
         raise UserError(f"the tensor {name} holds {tensor.dtype}; expected floating-point numbers")
     if tensor.ndim == 0:

@@ -36,7 +36,7 @@ from txl.data.vocabulary import (
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
 from txl.files import JsonObject, follow_umask, make_scratch, reason_of
-from txl.interop.conversion import FREE
+from txl.interop.conversion import FREE, floating
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors, verify_belongs
@@ -80,20 +80,29 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
 
 
 def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
-    """Fill a temporary directory beside `out`, then rename it to `out`, or move the files into an existing `out`."""
+    """Fill a temporary directory beside `out` and rename it; if `out` exists, inside it, and move the files.
+
+    An existing `out` is kept, as a process may work in it, or another file system may be mounted there.
+    """
     out = Path(os.path.abspath(out))
     temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
+    moved: list[Path] = []
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = make_scratch(out.parent, out.name)
+        exists = out.is_dir()
+        if not exists:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = make_scratch(out if exists else out.parent, out.name)
         notes = fill(temporary)
-        if out.is_dir():  # keep the directory: a process may work in it
+        if exists:
             for each in sorted(temporary.iterdir()):
                 os.rename(each, out / each.name)
+                moved.append(out / each.name)
         else:
             os.rename(temporary, out)
         return notes
     except (OSError, SafetensorError) as error:
+        for each in moved:
+            each.unlink(missing_ok=True)
         raise UserError(
             f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
         ) from None
@@ -318,7 +327,7 @@ def read_own_export(
     if not isinstance(model, TransformerXLConfig):
         raise UserError(f"{folder}: {model.chosen_by}; only Transformer-XL itself is exported and imported")
     weights = read_weights(folder)
-    weights = {name.removeprefix("model."): tensor.float() for name, tensor in weights.items()}
+    weights = {name.removeprefix("model."): floating(name, tensor) for name, tensor in weights.items()}
     if "softmax.bias" not in weights:
         raise UserError(f"{folder}: the tensor softmax.bias is missing")
     named = folder / "vocabulary.json"

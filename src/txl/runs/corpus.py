@@ -41,6 +41,9 @@ def open_run_corpus(
         data.source = None  # the run's source belongs to the run's own corpus
     if "data.unit" in options and data.unit != vocabulary.kind:
         raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
+    for name in ("vocab_size", "min_count", "max_words", "word_rule"):
+        if f"data.{name}" in options and getattr(data, name) != getattr(own, name):
+            raise UserError(f"data.{name} is set, but the model has its vocabulary already; leave it out")
     refuse_unused(dataclasses.replace(data, unit=vocabulary.kind), options)  # pyright: ignore[reportArgumentType]
     # If the run's vocabulary was made from this text, training has prepared the text without a given vocabulary.
     prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
