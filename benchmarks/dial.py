@@ -2,12 +2,14 @@
 
     python -m benchmarks.dial curves results/dial.json --texts DIR --work runs/dial
     python -m benchmarks.dial fit results/dial.json
-    python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --check-texts FILE FILE
+    python -m benchmarks.dial vocabulary results/dial-vocabulary-2.json --work runs/dial --minutes 2 --texts FILE FILE
+    python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --texts FILE FILE
 
 Every point is a whole run of the recipe of stdlib-bpe (Muon, a linearly falling learning rate) on the first bytes of a
 text. Losses do not depend on the machine's load, so that other work may run at the same time. Runs are kept in
-`--work`, and the same command resumes after an interruption. `check` takes texts that were not used for the fit. For
-each text it trains the choice of `--minutes` and eight hand-made configurations for the same time.
+`--work`, and the same command resumes after an interruption. `vocabulary` trains one shape with vocabularies of several
+sizes for the same time. `check` takes texts that were not used for the fit. For each text it trains the choice of
+`--minutes` and eight hand-made configurations for the same time.
 """
 
 from __future__ import annotations
@@ -233,22 +235,28 @@ HAND_MADE = {
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
 """Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared."""
+VOCABULARIES = {
+    f"{size:,} byte pairs": HAND_MADE["narrow"] | {"data.vocab_size": str(size)} for size in (1024, 2048, 4096, 8192)
+}
+"""Options of the configurations that `vocabulary` compares."""
 ROUNDS = 5
 """Number of measurements of each configuration's step; the median counts."""
 
 
-def check(given: argparse.Namespace) -> dict[str, Any]:
-    """Train the choice of `--minutes` and the hand-made configurations for the same time, and score the test split.
+def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Train configurations for the same time on each text, `check` also the choice of `--minutes`; score the test split.
 
     The choice and the seconds of a step are measured first, which requires an idle machine. The runs that follow do not
     depend on the machine's load.
     """
     results = {}
-    planned = {text: plans(given, text) for text in given.check_texts}
+    planned = {text: plans(given, text, configurations) for text in given.texts}
     for text, runs in planned.items():
         rows = {}
         for name, run in runs.items():
-            out = RunDirectory(given.work / f"check-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-"))
+            out = RunDirectory(
+                given.work / f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
+            )
             Trainer(run, out.path, device="cpu", data_dir=given.work / "data", quiet=True).fit()
             model, _ = txl.load(out.path)
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data")
@@ -256,32 +264,37 @@ def check(given: argparse.Namespace) -> dict[str, Any]:
             scored = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
             rows[name] = {"bits_per_byte": scored.bits_per_byte, "steps": run.train.steps, "model": asdict(run.model)}
             print(f"{text}, {given.minutes:g} minutes, {name}: {scored.bits_per_byte:.4f} bits a byte", flush=True)
-        best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
-        results[Path(text).name] = {"runs": rows, "chosen_over_best": rows["chosen"]["bits_per_byte"] / best}
+        results[Path(text).name] = {"runs": rows}
+        if "chosen" in rows:
+            best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
+            results[Path(text).name]["chosen_over_best"] = rows["chosen"]["bits_per_byte"] / best
     return {"minutes": given.minutes, "texts": results}
 
 
-def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
+def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]]) -> dict[str, RunConfig]:
     """Return the configurations for a text, each with the steps that fit into the minutes; they are made once and kept.
 
-    One of them is the choice of `--minutes`. The steps of all are computed again, from speeds measured alternately.
+    For `check`, one of them is the choice of `--minutes`. The steps of all are computed from speeds measured in turns.
     """
-    kept = given.work / f"plans-{given.minutes:g}-{Path(text).stem}.json"
+    kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}.json"
     if kept.exists():
         return {name: RunConfig.from_dict(run) for name, run in json.loads(kept.read_text()).items()}
     options = {"data.corpus": str(Path(text).absolute())}
     began, data = time.perf_counter(), given.work / "data"
-    chosen = run_in_minutes(given.minutes, options, "cpu", data, began=began, quiet=True)
-    print("\n".join(chosen.lines), flush=True)
-    runs, seconds, corpora = {"chosen": chosen.run}, {}, {}
-    for name, changes in HAND_MADE.items():
+    runs, seconds, corpora = {}, {}, {}
+    if given.what == "check":
+        chosen = run_in_minutes(given.minutes, options, "cpu", data, began=began, quiet=True)
+        print("\n".join(chosen.lines), flush=True)
+        runs["chosen"] = chosen.run
+    for name, changes in configurations.items():
         runs[name] = with_options(txl.preset("stdlib-bpe"), options | changes)
         runs[name].train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
     for name, run in runs.items():
         began = time.perf_counter()
         corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
         seconds[name] = minutes.AIM * 60 * given.minutes - (time.perf_counter() - began)
-    seconds["chosen"] = 60 * (chosen.run.train.planned_minutes or given.minutes)  # less its preparation and tries
+    if "chosen" in runs:
+        seconds["chosen"] = 60 * (runs["chosen"].train.planned_minutes or given.minutes)  # less preparation and tries
     speeds: dict[str, list[minutes.StepTimes]] = {name: [] for name in runs}
     for _ in range(ROUNDS):  # alternately, so that other load on the machine affects all equally
         for name, run in runs.items():
@@ -302,24 +315,28 @@ def plans(given: argparse.Namespace, text: str) -> dict[str, RunConfig]:
 def main() -> None:
     """Measure the curves, fit the rule to recorded curves, or check the rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "fit", "check"))
+    parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check"))
     parser.add_argument("record", type=Path)
-    parser.add_argument("--texts", type=Path, help="curves: folder of wikitext-2.txt, enwik8.txt, quixote.txt ...")
-    parser.add_argument("--work", type=Path, help="curves, check: folder of the runs")
-    parser.add_argument("--minutes", type=float, default=2.0, help="check: training time of each configuration")
-    parser.add_argument("--check-texts", nargs="+", default=[], help="check: files that the rule was not made from")
+    parser.add_argument(
+        "--texts", nargs="+", default=[], help="curves: folder of wikitext-2.txt, quixote.txt ...; else: files"
+    )
+    parser.add_argument("--work", type=Path, help="folder of the runs")
+    parser.add_argument(
+        "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
+    )
     given = parser.parse_args()
     keep_freed_memory()
     command = f"python -m benchmarks.dial {given.what} results/{given.record.name}"
     if given.what == "fit":
         print(json.dumps(fit(json.loads(given.record.read_text())["output"]["curves"]), indent=1))
-    elif given.what == "check":
-        write(given.record, f"{command} --minutes {given.minutes:g}", check(given))
+    elif given.what in ("vocabulary", "check"):
+        configurations = HAND_MADE if given.what == "check" else VOCABULARIES
+        write(given.record, f"{command} --minutes {given.minutes:g}", compare(given, configurations))
     else:
         torch.set_num_threads(1)
         found = []
         for point in points():
-            found.append(measured(point, given.texts, given.work))
+            found.append(measured(point, Path(given.texts[0]), given.work))
             write(given.record, command, {"curves": found})
 
 
