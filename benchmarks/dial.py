@@ -244,7 +244,7 @@ ROUNDS = 5
 
 
 def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Train configurations for the same time on each text, `check` also the choice of `--minutes`; score the test split.
+    """Train configurations, and for `check` the choice of `--minutes`, for the same time; score the test split.
 
     The choice and the seconds of a step are measured first, which requires an idle machine. The runs that follow do not
     depend on the machine's load.
@@ -254,9 +254,8 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
     for text, runs in planned.items():
         rows = {}
         for name, run in runs.items():
-            out = RunDirectory(
-                given.work / f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
-            )
+            folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
+            out = RunDirectory(given.work / folder)
             Trainer(run, out.path, device="cpu", data_dir=given.work / "data", quiet=True).fit()
             model, _ = txl.load(out.path)
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data")
