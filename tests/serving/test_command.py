@@ -129,3 +129,22 @@ def test_a_model_of_another_family(story, data_dir, tmp_path, capsys):
     capsys.readouterr()
     assert main(["serve", str(tmp_path / "run"), "--port", "0", "--mem-len", "0"]) == 2
     assert "Transformer-XL" in capsys.readouterr().err
+
+
+def test_what_differs_from_txl_score_is_said_at_the_start(trained, story, data_dir, tmp_path, capsys, monkeypatch):
+    from tests.conftest import small_run
+    from txl.training.trainer import Trainer
+
+    monkeypatch.setattr("txl.serving.app.serve", lambda app, service, listening, ready: ready(lambda: None))
+    monkeypatch.setattr("torch.set_num_threads", lambda threads: None)  # it would hold for the tests that follow
+    run = small_run(str(story), **{"eval.temperature": "1.3", "eval.window": "none", "eval.segment": "256"})
+    run.train.steps = 1
+    Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
+    capsys.readouterr()
+    said = []
+    for directory in (trained, tmp_path / "run"):
+        assert main(["serve", str(directory), "--port", "0"]) == 0
+        said.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")])
+    assert said[0] == []
+    assert "temperature 1; txl score uses the run's, 1.3" in said[1][0]
+    assert "segments of 128 tokens; txl score uses the run's, 256" in said[1][1]
