@@ -21,9 +21,10 @@ from benchmarks.performance_plots import FIGURES, NAMED_RECIPES
 ROOT = Path(__file__).parents[1]
 HEAD = """# Performance
 
-How fast each kind of work is, what bounds it, and how its cost grows. Every ratio compares two timings of one run on
-one machine; the line below each section names the record. `python -m benchmarks.performance_page` writes this page from
-the records, and a test compares the two.
+This page shows how fast each kind of work is, what limits it, and how its cost grows. Every ratio compares two timings
+of one run on one machine; the last line of each section names the record. Some sections were measured before a faster
+part was added to the program, and say so. `python -m benchmarks.performance_page` writes this page from the records,
+and a test compares the two.
 
 Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
 head, N layers, V vocabulary.
@@ -47,8 +48,9 @@ class Section:
     """Note on a change in the program since the record was made."""
 
 
-BEFORE_COMPILED = "Recorded before attention without gradients was compiled."
-BEFORE_QK_NORM = "Recorded before `stdlib-bpe` had `qk_norm`."
+BEFORE_COMPILED = "Measured before attention without gradients was compiled."
+BEFORE_COMPILED_TRAINING = "Measured before attention in training was compiled."
+BEFORE_QK_NORM = "Measured before `stdlib-bpe` had `qk_norm`."
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -85,11 +87,11 @@ def growth(record: Record) -> str:
     """Return the text about time and operations of every point, relative to the first point of its axis."""
     base = record["base"]
     parts = [
-        "One quantity grows, all others stay at "
+        "In each table one quantity grows; all others stay at "
         f"T {base['segment']}, M {base['memory']}, {base['layers']} layers, B {base['batch']}, V {base['vocabulary']} "
         f"({record['shape']}, float32). Times are relative to the first column. In parentheses: counted "
         "operations, relative to the first column. Where time grows more slowly than operations, small products were "
-        "inefficient. Where it grows faster, reading memory or work outside of matrix products takes the time.\n"
+        "inefficient. Where it grows faster, the time goes into reading RAM or into work outside of matrix products.\n"
     ]
     for axis, rows in record["axes"].items():
         lines = []
@@ -166,9 +168,10 @@ def peers(record: Record) -> str:
         rows.append([row["name"], shape, row["dtype"], f"{row['ratio']:.1f}", f"{aim:g}", "; ".join(bounds)])
     return (
         f"Speed relative to {record['peer']}, with the same weights and memory, in one run; in float32 the results are "
-        "the same too. In rows of *our segment*, ours reads longer segments than the peer, and the time for each token "
-        "is compared. *Aim* is the ratio that this project wants to reach. *Reached* is the speed relative to the "
-        "machine's limit: reading weights and memory once, or the rate of its largest matrix products.\n\n"
+        "the same too. In rows named *our segment*, our model reads longer segments than theirs, and times per token "
+        "are compared. *Aim* is the ratio that this project wants to reach. *Reached* is the share of the limit "
+        "that our speed reaches; the limit is the bandwidth for reading weights and memory once, or the rate of the "
+        "largest matrix products.\n\n"
         "![Times faster than Hugging Face's model, by kind of work](../images/speed.svg)\n\n"
         f"{table(['work', 'shape', 'our arithmetic', 'times faster', 'aim', 'reached'], rows)}\n"
     )
@@ -247,8 +250,9 @@ def long_stream(record: Record) -> str:
     return (
         f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
         f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**10:,.0f} KiB. The last losses differ by "
-        f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of reading only the end, and by "
-        f"{record['largest_difference_from_fresh_float64']:.1e} from the same in float64. Rounding of float32 alone is "
+        f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of a model that reads only "
+        f"the end of the text, and by {record['largest_difference_from_fresh_float64']:.1e} from those of a model that "
+        "reads only the end in float64. Between these two models, which differ in rounding alone, it is "
         f"{record['rounding_of_fresh_float32']:.1e}.\n"
     )
 
@@ -290,11 +294,13 @@ def quality(record: Record) -> str:
     given_shares = ", ".join(f"{share:g}" for share in sorted(tried))
     read = [f"`{text['text']}` is {READ_AS[text['text']]}" for text in record["texts"]]
     return (
-        "How long does our recipe need to reach the loss that the authors' recipe (Adam, float32, cosine) reaches in "
+        "How long does our recipe (that of the preset `stdlib-bpe`) need to reach the loss that the authors' recipe "
+        "(Adam, float32, cosine) reaches in "
         f"{settings['minutes']:g} minutes? The authors' recipe runs in this program; its steps are counted as "
-        f"{settings['peer_ratio']:g} times as long, to stand for the authors' own code. Our runs were given "
-        f"{given_shares} of that time, shortest first, each with its own full schedule. The table shows the first "
-        "that reached the loss. Learning rates were tuned on validation over five values or more, except Muon's, which "
+        f"{settings['peer_ratio']:g} times as long, to stand for the authors' own code. Ours was trained for "
+        f"{given_shares} of these {settings['minutes']:g} minutes, shortest first, each time with a complete schedule. "
+        "The table shows the shortest run that reached the loss. Learning rates were tuned on validation over five "
+        "values or more, except Muon's, which "
         "is the preset's. Loss is in nats a token of the validation split: "
         f"{'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n"
@@ -359,7 +365,7 @@ SECTIONS = (
         "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
         training_memory,
         ("training-memory",),
-        "Recorded before attention was compiled.",
+        BEFORE_COMPILED_TRAINING,
     ),
     Section(
         "Memory and the vocabulary",
@@ -373,7 +379,7 @@ SECTIONS = (
         "bench-compile",
         RECORD.format("bench-compile", "bench train --compile --json"),
         compiled,
-        note="Recorded before attention was compiled.",
+        note=BEFORE_COMPILED_TRAINING,
     ),
     Section(
         "A long stream",

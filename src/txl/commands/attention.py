@@ -45,7 +45,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
     parser.add_argument(
-        "--min-keys", type=int, metavar="N", help="average over tokens that see N or more (default: a full memory)"
+        "--min-keys",
+        type=int,
+        metavar="N",
+        help="average over tokens that attend to N keys or more (default: a full memory)",
     )
     parser.add_argument(
         "--far", type=int, metavar="K", help="a distance of K tokens or more is far (default: half of the longest)"
@@ -61,10 +64,14 @@ def add_parser(commands: Subparsers) -> None:
         "--heads", type=_heads, metavar="L:H,...", help="these heads in the text (default: those that look farthest)"
     )
     shown.add_argument(
-        "--positions", type=numbers, metavar="P,P,...", help="attention at these tokens of the split (default: drawn)"
+        "--positions", type=numbers, metavar="P,P,...", help="attention at these tokens of the split (default: random)"
     )
     shown.add_argument(
-        "--rows", type=int, default=16, metavar="N", help="... and at the N tokens up to them (default: 16)"
+        "--rows",
+        type=int,
+        default=16,
+        metavar="N",
+        help="also show the N tokens that end at each position (default: 16)",
     )
     shown.add_argument(
         "--seed", type=int, default=1, metavar="S", help="draws a position, if none is given (default: 1)"

@@ -34,10 +34,10 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command and its workloads to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="measure speed beside the machine's own rate",
+        help="compare speed with the machine's rate of matrix products",
         example="txl bench train",
-        description="Measure speed beside the machine's rate of matrix products, or beside a vanilla Transformer's; or "
-        "find what fits into a given memory.",
+        description="Compare speed with the machine's rate of matrix products, or with that of a vanilla Transformer; "
+        "or find what fits into a given memory.",
     )
     workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
     for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
@@ -45,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
             workload,
             help=f"time {what}",
             example=f"txl bench {workload} enwik8-12L --dtype float32",
-            description=f"Time {what} on random tokens, beside the machine's rate of matrix products.",
+            description=f"Time {what} on random tokens, and compare with the machine's rate of matrix products.",
             add_help=False,
         )
         _add_workload(each)

@@ -29,7 +29,7 @@ def add_parser(commands: Subparsers) -> None:
         "seen in similar contexts.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens that it holds (default: 2000)")
+    parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens in the cache (default: 2000)")
     parser.add_argument("--thetas", type=fractions, metavar="X,X,...", help="to try (default: suited to the model)")
     parser.add_argument("--lambdas", type=fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
     parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
@@ -37,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with its own cache")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     add_dtype(parser)
     add_memory_options(parser)
     add_run_options(parser)

@@ -59,7 +59,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="of --dynamic rms or sgd")
     parser.add_argument("--dynamic-decay", type=float, metavar="X", help="of --dynamic rms or sgd (default: 0)")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens between two updates of --dynamic rms or sgd")
-    parser.add_argument("--seed", type=int, metavar="S", help="of the first weights of --online (default: 1)")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of the first weights of --online (default: 1)")
     parser.add_argument(
         "--lanes", type=int, metavar="B", help="code B parts of a block in parallel: faster, and a larger file"
     )
@@ -72,9 +72,9 @@ def add_parser(commands: Subparsers) -> None:
 
     parser = commands.add_parser(
         "decompress",
-        help="give back a file that txl compress made",
+        help="restore a file that txl compress made",
         example="txl decompress notes.txlz --model runs/mine -o notes.txt",
-        description="Give back a file that txl compress made. It refuses another model, or arithmetic that differs.",
+        description="Restore a file that txl compress made. Another model, or arithmetic that differs, is refused.",
     )
     parser.add_argument("file", metavar="FILE", help="the compressed file, or - for standard input")
     _add_ends(parser)

@@ -65,7 +65,7 @@ def add_parser(commands: Subparsers) -> None:
         "--batch", type=int, metavar="B", help="lanes that adapt the weights together (default: 1, as published)"
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="measure only the first N tokens of the split")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     add_dtype(parser)
     add_memory_options(parser)
     add_cache_options(parser)

@@ -44,17 +44,17 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
     parser.add_argument(
         f"--{prefix}weights",
         choices=get_args(AdaptedWeights),
-        help="weights that adapt; biases: and norms (default: all)",
+        help="weights that adapt; biases: biases and norms (default: all)",
     )
     parser.add_argument(
         f"--{prefix}statistics-segments",
         type=number_or_all,
         default=argparse.SUPPRESS,
         metavar="N",
-        help=f"segments of the training split that gradient sizes are taken from, or all (default: {SEGMENTS})",
+        help=f"number of training segments from which gradient sizes are measured, or all (default: {SEGMENTS})",
     )
     parser.add_argument(
-        f"--{prefix}statistics-batch", type=int, metavar="B", help=f"lanes of each of them (default: {BATCH})"
+        f"--{prefix}statistics-batch", type=int, metavar="B", help=f"lanes in each of these segments (default: {BATCH})"
     )
 
 
@@ -64,10 +64,10 @@ def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dynamic",
         choices=get_args(AdaptationRule),
-        help="how: by gradients over their usual size (rms), or plainly",
+        help="update rule; rms: gradients divided by their usual size; sgd: plain gradients",
     )
     group.add_argument("--dynamic-preset", metavar="NAME", help="published settings, with their memory and segment")
-    group.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="txl dynamic finds a good one")
+    group.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="learning rate; txl dynamic finds one")
     group.add_argument("--dynamic-decay", type=float, metavar="X", help="pull towards the trained weights (default: 0)")
     add_rule_options(group, "dynamic-")
     group.add_argument(
@@ -172,7 +172,7 @@ def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
 def add_cache_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a continuous cache around the model."""
     group = parser.add_argument_group("continuous cache (txl cache finds the settings)")
-    group.add_argument("--cache-size", type=int, metavar="N", help="tokens that it holds")
+    group.add_argument("--cache-size", type=int, metavar="N", help="tokens in the cache")
     group.add_argument("--cache-theta", type=float, metavar="X", help="how strongly it prefers similar contexts")
     group.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability, 0 to 1")
 

@@ -59,7 +59,7 @@ def add_parser(commands: Subparsers) -> None:
         dest="temperature",
         help="always the likeliest token: --temperature 0",
     )
-    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default: drawn)")
+    parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     parser.add_argument(
         "--dtype",

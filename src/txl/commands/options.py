@@ -101,7 +101,7 @@ _TITLES = {
     "data": "data.*, the text",
     "model": "model.*",
     "train": "train.*",
-    "eval": "eval.*, if the command does not say otherwise",
+    "eval": "eval.*, defaults of commands that evaluate",
 }
 
 
@@ -223,10 +223,10 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of memory, window and clamp; the defaults are the run's test settings."""
     group = parser.add_argument_group("memory (default: the run's test settings)")
     group.add_argument(
-        "--mem-len", type=int, metavar="M", help="tokens of memory; without --window, the window is M too"
+        "--mem-len", type=int, metavar="M", help="positions of memory; without --window, the window is M too"
     )
     group.add_argument(
-        "--window", type=limit, metavar="N", help="tokens that a token attends to, itself included; none: no limit"
+        "--window", type=limit, metavar="N", help="keys that a query attends to, its own included; none: no limit"
     )
     group.add_argument(
         "--clamp-len", type=limit, metavar="C", help="distances above C count as C; none: every distance as it is"

@@ -17,9 +17,9 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "presets",
-        help="list the configurations that have a name",
+        help="list the named configurations",
         example="txl presets",
-        description="List the configurations that have a name: the paper's models, those it compares with, and small "
+        description="List the named configurations: the paper's models, those it compares with, and small "
         "ones for a CPU.",
     )
     add_json(parser)

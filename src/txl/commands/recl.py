@@ -39,7 +39,7 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "recl",
-        help="measure how much context each of several models gains from",
+        help="measure how long a context each of several models makes use of",
         example="txl recl runs/small runs/large --targets 500",
         description="Measure the relative effective context length of a group of models (Section 4.3, Appendix C): the "
         "longest context from which a model still gains, compared with the best of the group at shorter ones.",

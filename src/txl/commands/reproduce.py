@@ -31,10 +31,10 @@ def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "reproduce",
-        help="run a table or figure of the paper again, at a scale of yours",
+        help="run a table or figure of the paper again, at a scale that you choose",
         example="txl reproduce table6 --scale tiny --dry-run",
-        description="Train and measure every row of a table or figure of the paper again, and write one page beside "
-        "the paper's numbers. The same command resumes one that was stopped.",
+        description="Train and measure every row of a table or figure of the paper again, and write one page with the "
+        "results and the paper's numbers. The same command resumes one that was stopped.",
     )
     parser.add_argument(
         "what",
@@ -57,17 +57,17 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "--until-converged",
         action="store_true",
-        help="train each model until its validation no longer improves, at the best of a few learning rates; --steps "
-        "is then the most steps (default: four times the scale's)",
+        help="train each model until its validation loss no longer improves, at the best of a few learning rates; "
+        "--steps is then the largest number of steps (default: four times the scale's)",
     )
     parser.add_argument(
         "--reuse",
         metavar="PATH",
         action="append",
         default=[],
-        help="folder of another table, whose models and rates are taken where they are the same; or the NAME.json of "
-        "this table from elsewhere, whose results are taken, so that only further rows and seeds are trained "
-        "(may be given several times)",
+        help="folder of another table: its finished models and learning rates are reused where the configuration is "
+        "the same; or a record (NAME.json) of this table from another folder or machine: its results are reused, and "
+        "only further rows and seeds are trained (may be given several times)",
     )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument(

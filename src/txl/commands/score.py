@@ -49,7 +49,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--format", choices=("tsv", "jsonl"), default="tsv", help="tabs or JSON lines (default: tsv)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to read first, without scoring it")
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of one step")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of the softmax (default: the run's)")
+    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     parser.add_argument(
         "--sliding", type=int, metavar="L", help="predict each token from the L tokens before it alone; slow"
     )

@@ -195,7 +195,7 @@ class TrainConfig:
     embedding_lr_factor: float = setting(1.0, "the embedding tables' learning rate, relative to the others'", above=0)
     schedule: Literal["cosine", "linear", "inverse_sqrt", "constant", "steps", "plateau"] = setting(
         "cosine",
-        "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then falls in a line "
+        "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then falls linearly "
         "to min_learning_rate over the last decay_share; inverse_sqrt: falls with the root of the step; constant; "
         "steps: divided by ten at decay_at; plateau: as linear, and divided by four after each evaluation without a "
         "new best",
@@ -213,11 +213,11 @@ class TrainConfig:
     )
     clip: float = setting(0.25, "largest norm of the gradient; 0: no clipping", at_least=0)
     average_from: int | None = setting(
-        None, "step from which weights are averaged and the average is used; the schedule ends there; none: never"
+        None, "average the weights from this step on and use the average; the schedule ends there; none: never"
     )
     average_patience: int | None = setting(
         None,
-        "start to average when the validation loss is above the best from more than this many evaluations earlier; "
+        "start to average when the validation loss is above the best of all evaluations more than this many before; "
         "none: never",
         at_least=1,
         expected="1 or more evaluations",
