@@ -235,10 +235,6 @@ HAND_MADE = {
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
 """Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared."""
-VOCABULARIES = {
-    f"{size:,} byte pairs": HAND_MADE["narrow"] | {"data.vocab_size": str(size)} for size in (1024, 2048, 4096, 8192)
-}
-"""Options of the configurations that `vocabulary` compares."""
 ROUNDS = 5
 """Number of measurements of each configuration's step; the median counts."""
 
@@ -323,14 +319,21 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
     )
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: tokens")
     given = parser.parse_args()
     keep_freed_memory()
     command = f"python -m benchmarks.dial {given.what} results/{given.record.name}"
     if given.what == "fit":
         print(json.dumps(fit(json.loads(given.record.read_text())["output"]["curves"]), indent=1))
     elif given.what in ("vocabulary", "check"):
-        configurations = HAND_MADE if given.what == "check" else VOCABULARIES
-        write(given.record, f"{command} --minutes {given.minutes:g}", compare(given, configurations))
+        command += f" --minutes {given.minutes:g}"
+        configurations = HAND_MADE
+        if given.what == "vocabulary":
+            command += f" --sizes {' '.join(map(str, given.sizes))}"
+            configurations = {
+                f"{size:,} byte pairs": HAND_MADE["narrow"] | {"data.vocab_size": str(size)} for size in given.sizes
+            }
+        write(given.record, command, compare(given, configurations))
     else:
         torch.set_num_threads(1)
         found = []
