@@ -137,6 +137,8 @@ def test_a_text_that_repeats_counts_as_a_shorter_one():
 def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
     facts = TextFacts(100_000_000, 30_000_000, 90)
     assert units(facts, 120).unit == "byte"
+    sizes = {size: units(TextFacts(size, size // 3, 90), 600).vocab_size for size in (400_000, 1_000_000, 3_000_000)}
+    assert sizes == {400_000: 1024, 1_000_000: 2048, 3_000_000: 4096}
     assert units(facts, 3600).unit == "bpe"
     assert units(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is no text has no byte pairs"
 

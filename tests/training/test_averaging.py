@@ -141,6 +141,13 @@ def test_a_stopped_run_goes_on_averaging_exactly(step, begins, story, data_dir, 
     assert_same_end(tmp_path / "whole", tmp_path / "stopped")
 
 
+@pytest.mark.parametrize(("lowest", "told"), [("0", True), ("1e-4", False)])
+def test_an_average_of_weights_that_stay_as_they_are_is_noted(lowest, told, story, data_dir, tmp_path, capsys):
+    run = small_run(str(story), **{"train.average_from": "5", "train.min_learning_rate": lowest})
+    txl.Trainer(run, tmp_path / "run", device="cpu", data_dir=data_dir).fit()
+    assert ("note: the learning rate is 0 from step 5 on" in capsys.readouterr().err) is told
+
+
 def test_another_run_starts_from_the_averaged_weights(story, data_dir, tmp_path):
     train(small_run(str(story), **AVERAGED), tmp_path / "first", data_dir)
     run = small_run(str(story), **{"train.steps": "1", "train.learning_rate": "1e-30"})
@@ -162,6 +169,7 @@ def test_another_run_starts_from_the_averaged_weights(story, data_dir, tmp_path)
         ({"train.average_from": "3", "train.average_mu": "1.5"}, "train.average_mu is 1.5"),
         ({"train.average_mu": "0.5"}, "nothing starts the averaging"),
         ({"train.average_lr_factor": "0"}, "train.average_lr_factor is 0"),
+        ({"train.average_lr_factor": "7"}, "train.average_lr_factor is 7.0, but nothing starts the averaging"),
     ],
 )
 def test_contradictions_are_refused(options, message):

@@ -100,6 +100,10 @@ def test_the_longest_segment_fits_and_the_next_one_does_not(changes):
     validate(with_segment(run, fit.segment))
 
 
+def test_a_shift_of_the_passes_does_not_stand_in_the_way():
+    assert longest_segment(a_run(**{"train.epoch_shift": "3"}), 10**12, V, at_most=9).segment == 9
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 9, 16, 100])
 def test_every_limit_is_found(limit, monkeypatch):
     """Only the search is tested: a segment of T tokens needs T bytes."""

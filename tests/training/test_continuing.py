@@ -184,6 +184,18 @@ def test_a_cosine_says_what_changes(trained, story, data_dir, tmp_path, capsys):
     assert "not finished" not in (out / "report.html").read_text()
 
 
+def test_a_plateau_says_at_which_rate_it_goes_on(story, data_dir, tmp_path):
+    options = {"train.schedule": "plateau", "train.eval_every": "2", "train.learning_rate": "1", "train.clip": "0"}
+    train(small_run(str(story), **options), tmp_path / "run", data_dir)
+    longer = small_run(str(story), **options, **{"train.steps": "24", "train.log_every": "1"})
+    train(longer, tmp_path / "run", data_dir, extend=True)
+    (told,) = extended(tmp_path / "run")["changes"]
+    logged = [each for each in RunDirectory(tmp_path / "run").events() if each["event"] == "train"]
+    rate = next(each["learning_rate"] for each in logged if each["step"] == 13)
+    assert rate < 0.5, "the plateau has divided the rate"
+    assert f"({rate:.3g}, it would be" in told
+
+
 def test_what_is_no_extension_is_refused(trained, story, data_dir, tmp_path, capsys):
     out = shutil.copytree(trained, tmp_path / "run")
 

@@ -6,6 +6,8 @@ import pytest
 from tests.conftest import small_run
 
 from txl.errors import UserError
+from txl.interop.export_run import export_run
+from txl.interop.import_run import import_run
 from txl.runs.directory import RunDirectory
 from txl.training.trainer import Trainer
 
@@ -45,6 +47,15 @@ def test_a_start_that_fails_late_leaves_nothing_that_stands_in_the_way(story, da
         (tmp_path / ".lock").touch()
         (tmp_path / name).touch()
     train(small_run(str(story)), tmp_path, data_dir)
+
+
+def test_an_imported_model_is_not_said_to_be_damaged(trained, story, data_dir, tmp_path):
+    export_run(trained, tmp_path / "exported", "safetensors")
+    import_run(tmp_path / "exported", tmp_path / "imported")
+    run = RunDirectory(tmp_path / "imported").config()
+    run.data.corpus = str(story)
+    with pytest.raises(UserError, match="imported is an imported model, which has no training to continue; give"):
+        train(run, tmp_path / "imported", data_dir)
 
 
 def test_two_trainers_do_not_share_a_directory(story, data_dir, tmp_path):

@@ -47,6 +47,32 @@ def stop_after(monkeypatch, step: int) -> None:
     monkeypatch.setattr(loop_module, "training_step", counting)
 
 
+def test_a_stop_while_the_compiler_runs_is_a_stop(story, data_dir, tmp_path, monkeypatch):
+    """The terminal sends Ctrl-C to the compiler too, whose failure PyTorch raises."""
+
+    class CompileError(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    run = small_run(str(story))
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        real, calls = loop_module.training_step, []
+
+        def interrupted(*args):
+            calls.append(1)
+            if len(calls) == 5:
+                torch.rand(3)  # dropout was drawn before
+                os.kill(os.getpid(), signal.SIGINT)
+                raise CompileError("C++ compile error")
+            return real(*args)
+
+        patch.setattr(loop_module, "training_step", interrupted)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
 def final_state(out: Path) -> dict[str, torch.Tensor]:
     checkpoint = RunDirectory(out).checkpoint("latest")
     return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "training_state.safetensors")

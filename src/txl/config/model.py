@@ -69,7 +69,7 @@ class ModelConfig(ABC):
     dropout: float = rate(0.1, "dropout on attention output, feed-forward or layer, and wherever no other rate is set")
     dropout_embed: float | None = rate(None, "dropout on the scaled embeddings; none: the same as dropout")
     dropout_out: float | None = rate(None, "dropout on the final hidden states; none: the same as dropout")
-    dropout_words: float = rate(0.0, "probability that a word's embedding is zero for a whole step")
+    dropout_words: float = rate(0.0, "probability that a word's embedding is zero everywhere in a segment")
     dropout_tail: float = rate(0.0, "dropout on hidden states in the width of an adaptive softmax's tail cluster")
     dropout_latent: float | None = rate(
         None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"

@@ -390,8 +390,13 @@ class TrainConfig:
             require(0 <= begin < self.steps, "train.average_from", begin, f"a step below train.steps, {self.steps}")
         if patience is not None and not self.eval_every:
             raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
-        if self.average_mu is not None and begin is None and patience is None:
-            raise UserError("train.average_mu is set, but nothing starts the averaging; set train.average_from as well")
+        if begin is None and patience is None:
+            for name, usual in (("average_mu", None), ("average_lr_factor", 1.0)):
+                if getattr(self, name) != usual:
+                    raise UserError(
+                        f"train.{name} is {getattr(self, name)}, but nothing starts the averaging; set "
+                        f"train.average_from as well"
+                    )
 
 
 @dataclass

@@ -175,7 +175,9 @@ def longest_segment(
 
     def fits(segment: int) -> bool:
         if segment not in measured:
-            measured[segment] = peak_bytes(with_segment(run, segment), vocab_size, device)
+            trial = with_segment(run, segment)
+            trial.train.epoch_shift = 0  # takes no memory, and is refused beside some of the segments that are tried
+            measured[segment] = peak_bytes(trial, vocab_size, device)
             if on_measured is not None:
                 on_measured(segment, measured[segment])
         return measured[segment] <= budget_bytes

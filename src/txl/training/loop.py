@@ -95,7 +95,6 @@ class TrainingLoop:
         self._looks_later = looks_later(setup, state)
         self._captured = CapturedStep() if setup.run.train.capture else None
         self._unsettled: _Launched | None = None
-        self._grad_norm = math.nan
         self._told_late = False
 
     def train(self) -> None:
@@ -160,7 +159,7 @@ class TrainingLoop:
             loss=counters.loss_sum / counters.loss_count if counters.loss_count else math.nan,
             tokens_per_second=pace.tokens_per_second(counters.tokens_read),
             learning_rate=rate,
-            grad_norm=self._grad_norm,
+            grad_norm=math.nan if counters.last_norm is None else counters.last_norm,
             seconds_left=pace.seconds_left(self.setup.run.train.steps - counters.step),
             tokens=counters.tokens,
             tokens_read=counters.tokens_read,
@@ -252,7 +251,11 @@ class TrainingLoop:
         rest = (memory, train, count / train.steps, self._is_to_stop, void, rows, several)
         try:
             result = step(setup.trained, state.optimizer, *text, *rest)
-        except StepAbandoned:
+        except Exception as error:
+            # The terminal sends Ctrl-C to the compiler too, if torch.compile runs it at that moment.
+            compiling = type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
+            if not isinstance(error, StepAbandoned) and not (compiling and self._asked_to_stop()):
+                raise
             # Restore the state before the step: only random numbers have been drawn.
             _set_random(random, device)
             self._settle()
@@ -285,7 +288,7 @@ class TrainingLoop:
             launched.forget_average(state)
             skip_update(state, self.setup, self.saver, result, launched.segment)
             return False
-        self._grad_norm = result.grad_norm
+        counters.last_norm = result.grad_norm
         counters.skipped_in_a_row = 0
         counters.last_loss = result.loss
         if counters.first_loss is None:
@@ -338,11 +341,7 @@ class TrainingLoop:
     def resume(self, checkpoint: Path) -> None:
         """Load a checkpoint, so that training continues from it."""
         restore(self.state, self.setup, checkpoint)
-        train, counters = self.setup.run.train, self.state.counters
-        if train.follows_validation and counters.step < train.steps:
-            # In an extended run, the evaluation at the former end does not count unless it was on the schedule.
-            del counters.validation_losses[counters.step // train.eval_every :]
-            counters.validation_due &= counters.step % train.eval_every == 0
+        counters = self.state.counters
         if not counters.validation_due:  # else this step is saved again, after its evaluation
             self.saver.saved_step = counters.step
         if self.setup.trained.processes.is_first:

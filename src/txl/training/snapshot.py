@@ -128,14 +128,19 @@ class _ShardWriter:
 
 def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
     """Load a checkpoint into a training state that was built from the same configuration."""
-    numbers = read_state(checkpoint)
+    numbers, where = read_state(checkpoint), setup.directory.path
+    if "corpus" not in numbers and setup.directory.started() is None:
+        raise UserError(
+            f"{where} is an imported model, which has no training to continue; give another --out, with --init-from "
+            f"{where} to start from its weights"
+        )
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
         counters, averaged = Counters.from_dict(numbers["progress"]), numbers.get("averaged")
         n_process = int(numbers["processes"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{checkpoint}: its training state is damaged ({error!r})") from None
-    identity, where = setup.corpus.info()["identity"], setup.directory.path
+    identity = setup.corpus.info()["identity"]
     if corpus != identity:
         raise UserError(
             f"{setup.corpus.name} is not the text that {where} was trained on (its hash was {str(corpus)[:12]}, now it "
@@ -149,6 +154,11 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
         if isinstance(error, UserError):
             raise
         raise UserError(f"{checkpoint}: its training state is not that of this configuration ({error!r})") from None
+    train = setup.run.train
+    if train.follows_validation and counters.step < train.steps:
+        # In an extended run, the evaluation at the former end does not count unless it was on the schedule.
+        del counters.validation_losses[counters.step // train.eval_every :]
+        counters.validation_due &= counters.step % train.eval_every == 0
     state.position, state.counters = position, counters
 
 

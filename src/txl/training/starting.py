@@ -17,6 +17,7 @@ from txl.runs.directory import RunDirectory, load_weights
 
 if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
+    from txl.training.state import TrainingState
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
 """Files that a start may leave behind if it failed before config.json was written."""
@@ -163,15 +164,22 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
     return differences(before, run, frozenset(ignore))
 
 
-def extension_changes(before: RunConfig, run: RunConfig, step: int) -> list[str]:
-    """Return the differences, often none, of an extended run from one that had all steps from the start."""
+def extension_changes(before: RunConfig, run: RunConfig, state: TrainingState) -> list[str]:
+    """Return the differences, often none, of an extended run from one that had all steps from the start.
+
+    Args:
+        before: configuration with the old number of steps.
+        run: configuration with the new one.
+        state: training state at which the run goes on.
+    """
     from txl.training.optimisers import learning_rate  # imports PyTorch, which takes seconds
 
     changes = []
-    old, new = before.train, run.train
+    old, new, step, losses = before.train, run.train, state.counters.step, state.counters.validation_losses
+    averaging = new.average_lr_factor if state.average else 1.0
     # Two cosines or lines stay apart once they fall, so if the last rates are equal, all earlier ones were.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
-        rates = [f"{learning_rate(step, train):.3g}" for train in (old, new)]
+        rates = [f"{averaging * learning_rate(step, train, losses):.3g}" for train in (old, new)]
         shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
             f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"

@@ -95,6 +95,8 @@ class Counters:
     first_loss: float | None = None
     """Loss of the first update that was not skipped, in nats per target; `last_loss` is that of the last one."""
     last_loss: float | None = None
+    last_norm: float | None = None
+    """Norm of the last update's gradient before clipping; skipped updates do not count."""
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> Counters:

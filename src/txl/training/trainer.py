@@ -31,7 +31,7 @@ from txl.training.compilation import check_capture, compile_layers
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
-from txl.training.optimisers import build_optimizer
+from txl.training.optimisers import build_optimizer, learning_rate
 from txl.training.parallel import TrainedModel
 from txl.training.run_log import RunLog
 from txl.training.saver import newest_good
@@ -287,7 +287,7 @@ class Trainer:
         if steps[0] != steps[1]:
             if self.run.train.planned_minutes == before.train.planned_minutes:
                 self.run.train.planned_minutes = None  # it was planned for fewer steps
-            changes = extension_changes(before, self.run, step)
+            changes = extension_changes(before, self.run, loop.state)
             loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
             display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
@@ -340,6 +340,12 @@ class Trainer:
             start = "" if init_from is None else f", starting from {init_from}{note}"
         if run.train.warmup_steps >= run.train.steps:
             display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
+        begin = run.train.average_from
+        if begin is not None and learning_rate(begin, run.train) == 0:
+            display.message(
+                f"note: the learning rate is 0 from step {begin} on, where the average begins, so the weights stay as "
+                f"they are; set train.min_learning_rate, or train.schedule constant"
+            )
         if model.attention_note is not None:
             display.message(f"note: {model.attention_note}")
         attention = model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
