@@ -16,7 +16,7 @@ from txl.analysis.mentions import Shared, mentions, shared_mentions
 from txl.analysis.samples import draw_contexts, repeated_ngrams
 from txl.cli import main
 from txl.data.detokenise import detokenise
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
 from txl.errors import UserError
 
 
@@ -169,6 +169,14 @@ def test_contexts_begin_lines_and_do_not_overlap():
     assert max(drawn) + 20 <= len(text)
     # Too many contexts for the text overlap, but none is drawn twice.
     assert len(set(draw_contexts(tokens, vocabulary, count=30, length=20, seed=4))) == 30
+
+
+def test_contexts_in_byte_pairs_begin_lines_too():
+    text = "".join(f"line {number} of the text\n" for number in range(300))
+    vocabulary = BpeVocabulary.train([text], 300)
+    tokens = vocabulary.encode(text)
+    starts = draw_contexts(tokens, vocabulary, count=4, length=20, seed=1)
+    assert all(vocabulary.decode(tokens[start : start + 8]).startswith("line") for start in starts)
 
 
 def test_contexts_of_a_text_without_lines_begin_anywhere():

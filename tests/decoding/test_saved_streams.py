@@ -64,6 +64,30 @@ def test_text_read_into_a_saved_stream_is_the_stream_s_text(lengths, compile):
     torch.testing.assert_close(engine.advance([stream])[0], expected[-1], rtol=0, atol=1e-10)
 
 
+def test_a_stream_of_a_shorter_memory_does_not_see_what_others_left():
+    model = lively(VARIANTS["post-norm"])
+    short, longer = (DecodeEngine(model, max_streams=2, mem_len=length, window=length) for length in (4, 9))
+    stream = short.join(random_tokens(7, 1), seed=4)
+    few = short.save(stream)
+    drawn(short, stream, 9)
+    many = short.save(stream)
+    with pytest.raises(UserError, match="holds 3 positions of memory, but this engine's streams see 6"):
+        longer.enter(few)
+    with pytest.raises(UserError, match="holds 3 positions of memory, but this engine's streams see 8"):
+        longer.enter(many)
+    with pytest.raises(UserError, match="read for an engine with another mem_len"):
+        longer.enter(TextReading(short.reader, random_tokens(1, 1)))
+    assert not longer.streams
+    text = longer.join(random_tokens(30, 2), seed=4)
+    kept = short.enter(longer.save(text), seed=4)  # the newest positions are enough
+    short.leave(stream)
+    found = [int(short.step()[0]) for _ in range(8)]
+    fresh = DecodeEngine(model, max_streams=1, mem_len=4, window=4)
+    same = fresh.enter(longer.save(text), seed=4)
+    assert found == drawn(fresh, same, 8)
+    assert short.save(kept).keys[0].shape[1] == 3
+
+
 def test_what_a_saved_stream_is_refused():
     model = lively(VARIANTS["post-norm"])
     engine = DecodeEngine(model)

@@ -163,8 +163,11 @@ def test_a_damaged_run_is_found_before_another_is_scored(group, data_dir, tmp_pa
 
 def test_a_run_given_twice_is_refused(group, data_dir, capsys):
     run = str(group / "vanilla")
-    assert main(["recl", run, run, "--data-dir", str(data_dir)]) == 2
-    assert "given twice" in capsys.readouterr().err
+    for again in (run, str(group / "recurrent" / ".." / "vanilla")):
+        assert main(["recl", run, again, "--data-dir", str(data_dir)]) == 2
+        assert "given twice" in capsys.readouterr().err
+    assert main([*recl(run), "--longest", "30", "--data-dir", str(data_dir)]) == 2
+    assert "--longest is 30; expected a multiple of --step, 8" in capsys.readouterr().err
 
 
 def recl(*words: str) -> list[str]:

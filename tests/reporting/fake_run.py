@@ -156,7 +156,9 @@ class FakeRun:
     def sweep(self, lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> None:
         end = self.loss(self.steps) + 0.08
         rows = [
-            evaluation(end + 0.16 / (1 + length / 40), length, unit=self.unit, corpus=self.corpus["name"], **changes)
+            evaluation(
+                end + 0.16 / (1 + length / 40), length, unit=self.unit, **{"corpus": self.corpus["name"]} | changes
+            )
             for length in lengths
         ]
         shared = {name: rows[0][name] for name in ("split", "corpus", "unit", "checkpoint")}

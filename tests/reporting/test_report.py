@@ -6,6 +6,7 @@ from tests.reporting.html_page import Page, shown
 
 import txl.runs.directory
 from txl.errors import UserError
+from txl.reporting.findings import findings
 from txl.reporting.report import write_report
 
 
@@ -111,6 +112,27 @@ def test_a_sweep_with_windows_of_other_lengths_claims_nothing_about_them(tmp_pat
     run = begun(tmp_path / "run")
     run.sweep(window=None)
     assert "sees exactly M keys" not in shown(run).text
+
+
+def test_the_result_is_that_of_the_whole_split_and_keeps_its_curve(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep()
+    before = findings(run.directory.events())
+    for changes in ({"tokens": 299, "batch_size": 1}, {"dtype": "bfloat16", "segment": 16}):
+        row = evaluation(1.0, 256, corpus="stdlib", **changes)
+        run.log("eval", run.steps, **row)
+    run.sweep(corpus="other.txt")
+    after = findings(run.directory.events())
+    assert before is not None
+    assert after is not None
+    assert after.result == before.result
+    assert after.curve == before.curve != []
+
+
+def test_a_sweep_with_an_infinite_perplexity_is_reported(tmp_path):
+    run = begun(tmp_path / "run")
+    run.sweep(ppl=None)
+    assert "nan" in shown(run).text
 
 
 def test_samples_are_shown_as_they_are_and_do_no_harm(html):

@@ -14,7 +14,7 @@ from txl.config import Lengths
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.prepared import Tokens
 from txl.data.streams import shuffled
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.text import Sampling, generate_tokens, undrawable
@@ -44,7 +44,7 @@ def draw_contexts(
             f"lower --context or --max-tokens"
         )
     possible = total - length + 1
-    starts = _line_starts(np.asarray(tokens[:possible]), _line_end(vocabulary))
+    starts = _line_starts(np.asarray(tokens[:possible]), _line_ends(vocabulary))
     if len(starts) < count:
         starts = np.arange(possible)
     if len(starts) < count:
@@ -64,20 +64,22 @@ def draw_contexts(
     return sorted([*taken, *itertools.islice(overlapping, count - len(taken))])
 
 
-def _line_end(vocabulary: Vocabulary) -> int | None:
-    """Return the token that ends a line; None if the vocabulary has none."""
+def _line_ends(vocabulary: Vocabulary) -> list[int]:
+    """Return the tokens that end a line."""
     if isinstance(vocabulary, ByteVocabulary):
-        return vocabulary.values.index(0x0A) if 0x0A in vocabulary.values else None
+        return [vocabulary.values.index(0x0A)] if 0x0A in vocabulary.values else []
     if isinstance(vocabulary, CharVocabulary):
-        return int(vocabulary.encode("\n")[0]) if "\n" in vocabulary.characters else None
-    return vocabulary.eos_id
+        return [int(vocabulary.encode("\n")[0])] if "\n" in vocabulary.characters else []
+    if isinstance(vocabulary, BpeVocabulary):
+        return [token for token in range(len(vocabulary)) if vocabulary.spell(np.array([token])).endswith(b"\n")]
+    return [] if vocabulary.eos_id is None else [vocabulary.eos_id]
 
 
-def _line_starts(tokens: np.ndarray, line_end: int | None) -> np.ndarray:
-    """Return the positions at which non-empty lines begin."""
-    if line_end is None:
+def _line_starts(tokens: np.ndarray, line_ends: list[int]) -> np.ndarray:
+    """Return the positions at which lines begin that do not end with their first token."""
+    if not line_ends:
         return np.zeros(0, dtype=np.int64)
-    ends = tokens == line_end
+    ends = np.isin(tokens, line_ends)
     begins = np.concatenate([np.ones(1, dtype=bool), ends[:-1]])
     return np.flatnonzero(begins & ~ends)
 

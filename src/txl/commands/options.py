@@ -440,7 +440,7 @@ def run_corpus(
 
     options = config_options(arguments)
     corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
-    if not options and not whole and not is_trained_on(run, corpus):
+    if not options and not is_trained_on(run, corpus):
         say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
 

@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
     """
     paths = [existing_run(each) for each in arguments.directories]
     names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
-    if len(set(names)) < len(names):
+    if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
     lengths = _lengths(arguments)
     folder = None if arguments.out is None else writable_folder(arguments.out)
@@ -196,6 +196,8 @@ def _lengths(arguments: argparse.Namespace) -> range:
         raise UserError(
             f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"
         )
+    if arguments.longest % arguments.step:
+        raise UserError(f"--longest is {arguments.longest}; expected a multiple of --step, {arguments.step}")
     for r in arguments.r:
         check_fractions(r, arguments.threshold)
         if arguments.r.count(r) > 1:

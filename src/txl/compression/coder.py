@@ -113,7 +113,10 @@ class Frequencies:
         """
         probabilities = log_probs.double().exp()
         if not bool(torch.isfinite(probabilities).all()):
-            raise CommandFailed("the model's probabilities are not finite numbers; its weights are damaged")
+            raise CommandFailed(
+                "the model's probabilities are not finite numbers; its weights are damaged, or have diverged while "
+                "adapting (use a smaller --dynamic-learning-rate)"
+            )
         n_lane, n_token = probabilities.shape
         reserved = 0
         if self._escape is not None:

@@ -273,7 +273,10 @@ def decompress(
             raise UserError(f"{name} was made with a model; name its run directory with --model")
         model = load()
         if model.identity() != header.get("model"):
-            raise UserError(f"{name} was made with another model (weights, configuration or vocabulary differ)")
+            raise UserError(
+                f"{name} was made with another model (weights, configuration or vocabulary differ); if the run has "
+                f"been trained on since, name the checkpoint of then with --checkpoint"
+            )
     setup = _Setup(header, model)
     if "statistics" in header and setup.statistics != header["statistics"]:
         raise UserError(

@@ -180,12 +180,18 @@ class DecodeEngine:
             drawn: number of tokens drawn with this seed before; the stream continues the seed's sequence of draws.
 
         Raises:
-            UserError: if all places are taken, or `read` has no tokens.
+            UserError: if all places are taken, `read` has no tokens, or comes from an engine with other lengths that
+                lacks positions which are seen here.
         """
         never = checked_forbidden(forbidden, self.model.vocab_size)
         if read.n_token == 0:
             raise UserError("the stream is empty; let it read at least one token first")
-        memory = read.memory if isinstance(read, TextReading) else self.reader.memory_of(read)
+        if isinstance(read, TextReading):
+            memory = read.memory
+            if read.reader.lengths != self.reader.lengths:
+                raise UserError("the text was read for an engine with another mem_len or window; read it for this one")
+        else:
+            memory = self.reader.memory_of(read)
         stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
         try:
             self._place(stream, memory, read.n_token, read.waiting)

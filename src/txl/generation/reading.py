@@ -95,18 +95,33 @@ class Reader:
         """Return a saved state as a memory for reading segments with a view of the model (default: the model itself).
 
         A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code that
-        needs hidden states cannot compute plausible but wrong numbers.
+        needs hidden states cannot compute plausible but wrong numbers. Of a longer memory only the newest positions are
+        kept.
+
+        Raises:
+            UserError: if the state comes from an engine with a shorter memory and lacks positions that are seen here.
         """
         self.check_saves()
         empty = self.empty_memory()
         if state.n_token == 0:
             return empty
-        n_held = state.keys[0].shape[1]
+        n_held = min(state.keys[0].shape[1], empty.capacity)
+        self.check_held(n_held, state.n_token)
+        newest = slice(state.keys[0].shape[1] - n_held, None)
         with torch.inference_mode():
             unknown = self.like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
-            keys, values = (tuple(each[:, None] for each in kind) for kind in (state.keys, state.values))
+            keys, values = (tuple(each[:, None, newest] for each in kind) for kind in (state.keys, state.values))
             held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
+
+    def check_held(self, n_held: int, n_token: int) -> None:
+        """Raise an error if a stream of `n_token` tokens, the last one waiting, holds fewer positions than are seen."""
+        wanted = min(n_token - 1, self.empty_memory().capacity)
+        if n_held < wanted:
+            raise UserError(
+                f"the stream holds {n_held} positions of memory, but this engine's streams see {wanted}; enter it into "
+                f"an engine with the same mem_len and window"
+            )
 
     def _structure_of(self, view: TransformerXL) -> Structure:
         """Return a view's structure, cached: a view reuses only keys and values marked with its own structure."""
@@ -150,7 +165,7 @@ class TextReading:
     ):
         self.waiting = int(ids[-1])
         ids = sent(ids, reader.like.device)
-        self._reader, self._segment, self._model = reader, min(segment, PROMPT_SEGMENT), view or reader.model
+        self.reader, self._segment, self._model = reader, min(segment, PROMPT_SEGMENT), view or reader.model
         before = after.n_token if after is not None else 0
         if after is not None and before > 0:
             ids = torch.cat([ids.new_tensor([after.waiting]), ids])
@@ -178,7 +193,7 @@ class TextReading:
             final hidden states, for `log_probs_of` or `nll_of` of the engine's model; targets, the token after each
             token read.
         """
-        self._reader.check_weights()
+        self.reader.check_weights()
         end = min(self._at + self._segment, self._ids.shape[0] - 1)
         with torch.inference_mode():
             hidden, self.memory = self._model.hidden_states(self._ids[None, self._at : end], self.memory)
@@ -190,6 +205,6 @@ class TextReading:
         """Return the state after the tokens read so far, with the next token as the waiting one."""
         held = self.memory.projections
         if held is None:
-            return replace(self._reader.empty_state(), n_token=1, waiting=int(self._ids[0]))
+            return replace(self.reader.empty_state(), n_token=1, waiting=int(self._ids[0]))
         keys, values = (tuple(each[:, 0].clone() for each in kind) for kind in (held.keys, held.values))
         return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)

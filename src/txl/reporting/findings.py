@@ -92,10 +92,13 @@ def findings(events: Sequence[JsonObject]) -> Findings | None:
     if not stretches:
         return None
     start = stretches[-1]
-    rows, curve = _evaluations(events, start)
+    rows, curves = _evaluations(events, start)
     result, without = _result(rows, start)
-    if curve and result is not None and (curve[0]["corpus"], curve[0]["split"]) != (result["corpus"], result["split"]):
-        curve = []
+    if result is not None:
+        of_result = (result["corpus"], result["split"])
+        curves = [curve for curve in curves if (curve[0]["corpus"], curve[0]["split"]) == of_result]
+    curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
+    curve = curves[-1] if curves else []
     shown = [row for row in (result, without, *curve) if row is not None]
     train = select(_kept(events, EventName.TRAIN, "loss"), TrainEvent)
     valid = select(_kept(events, EventName.VALID, "nll"), ValidEvent)
@@ -132,11 +135,10 @@ def tokens_read(row: Evaluation) -> int:
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[Evaluation], list[Evaluation]]:
-    """Return all evaluations in order of time, and the newest sweep on a test split.
+def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[Evaluation], list[list[Evaluation]]]:
+    """Return all evaluations, and all sweeps on a test split without a cache, both in order of time.
 
-    Of evaluations with equal settings only the newest is returned. The sweep has no cache and, if there is such a
-    sweep, uses the run's own way of evaluating (`_own_way`).
+    Of evaluations with equal settings only the newest is returned.
     """
     newest: dict[tuple[object, ...], Evaluation] = {}
     curves: list[list[Evaluation]] = []
@@ -152,8 +154,7 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
             finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
             if len({row["mem_len"] for row in finite}) > 1:
                 curves.append(sorted(finite, key=lambda row: row["mem_len"]))
-    curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
-    return list(newest.values()), curves[-1] if curves else []
+    return list(newest.values()), curves
 
 
 def _targets(row: Evaluation) -> tuple[object, ...]:
@@ -168,10 +169,15 @@ def _targets(row: Evaluation) -> tuple[object, ...]:
 def _own_way(row: Evaluation, start: StartEvent) -> bool:
     """Return whether an evaluation was made in the run's own way, as `txl eval` does without further options.
 
-    The run's test settings can contain a temperature, but never a sliding window or exhaustive lanes.
+    The run's test settings can contain a temperature, but never a sliding window or exhaustive lanes. Of the text that
+    the run was trained on, the whole split is then read.
     """
-    own = start["config"]["eval"]["temperature"]
-    return row["temperature"] == own and not row["sliding"] and not row["exhaustive"]
+    own, corpus = start["config"]["eval"], start["corpus"]
+    split = corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
+    is_whole = split is None or tokens_read(row) == split.get("tokens", tokens_read(row))
+    values: Mapping[str, object] = row
+    same = all(values[name] == own[name] for name in ("temperature", "segment", "batch_size") if name in own)
+    return same and is_whole and not row["sliding"] and not row["exhaustive"]
 
 
 def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | None, Evaluation | None]:

@@ -63,7 +63,10 @@ def write_report(
     events = run_directory.events()
     found = findings(events)
     if found is None or not found.train:
-        raise UserError(f"{directory}: nothing has been trained here yet (log.jsonl has no train line); run txl train")
+        raise UserError(
+            f"{directory}: nothing has been trained here (log.jsonl has no train line), and a report is about "
+            f"training; run txl train"
+        )
     problem = None
     known = found.compression
     if found.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):

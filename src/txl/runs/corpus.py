@@ -59,13 +59,19 @@ def is_trained_on(run: RunDirectory, corpus: Corpus) -> bool:
     """Return whether a corpus is the text that a run was trained on.
 
     An imported model is assumed to be trained on the named corpus of its configuration. A text that was opened as a
-    whole has other tokens than in training, and is recognised by its path.
+    whole has other tokens than in training, and is recognised by its path and size.
     """
-    identity, own = run.trained_on().get("identity"), run.config().data.corpus
+    trained, own = run.trained_on(), run.config().data.corpus
+    identity = trained.get("identity")
     if run.started() is None and not is_named(own):
         return False
-    if identity is None or "train" not in corpus.splits:
+    if identity is None:
         return corpus.name == absolute_path(own)
+    if "train" not in corpus.splits:
+        sizes = [
+            sum(split["bytes"] for split in splits.values()) for splits in (trained["splits"], corpus.info()["splits"])
+        ]
+        return corpus.name == absolute_path(own) and sizes[0] == sizes[1]
     return identity == corpus.info()["identity"]
 
 
@@ -86,10 +92,20 @@ def training_tokens(
             does not name the training corpus (imported model).
         data_dir: directory of prepared corpora; None: the default directory.
         quiet: True to write no progress to standard error.
+
+    Raises:
+        UserError: if the text has changed since training, or is not known and `corpus` has no training split.
     """
     identity = run.trained_on().get("identity")
     if identity is not None and identity != corpus.info()["identity"]:
         corpus = open_run_corpus(run, vocabulary, data_dir=data_dir, quiet=quiet)
+        if identity != corpus.info()["identity"]:
+            raise UserError(f"{corpus.name} is not the text that {run.path} was trained on, which is needed here")
+    if "train" not in corpus.splits:
+        raise UserError(
+            f"the training text is needed here, but {run.path} is an imported model that does not record it; give a "
+            f"text with a train split"
+        )
     return corpus.tokens("train")
 
 

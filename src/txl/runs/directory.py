@@ -41,6 +41,14 @@ _FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
 """Numeric fields of logged events in which null stands for infinity or NaN."""
 
 
+def _with_nan(event: JsonObject) -> JsonObject:
+    """Return an event, or a row of a sweep, with NaN for null in `_FIGURES`."""
+    rows = event.get("rows")
+    if isinstance(rows, list):
+        event = event | {"rows": [_with_nan(row) if isinstance(row, dict) else row for row in rows]}
+    return event | {name: math.nan for name in _FIGURES if event.get(name, 0) is None}
+
+
 class RunDirectory:
     """The files of one run."""
 
@@ -126,7 +134,7 @@ class RunDirectory:
             except (ValueError, RecursionError):
                 event = {}
             if isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int:
-                found.append(event | {name: math.nan for name in _FIGURES if event.get(name, 0) is None})
+                found.append(_with_nan(event))
             else:
                 torn += line.strip() != ""
         return found, torn
