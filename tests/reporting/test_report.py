@@ -119,8 +119,7 @@ def test_the_result_is_that_of_the_whole_split_and_keeps_its_curve(tmp_path):
     run.sweep()
     before = findings(run.directory.events())
     for changes in ({"tokens": 299, "batch_size": 1}, {"dtype": "bfloat16", "segment": 16}):
-        row = evaluation(1.0, 256, corpus="stdlib", **changes)
-        run.log("eval", run.steps, **row)
+        run.log("eval", run.steps, **evaluation(1.0, 256, corpus="stdlib") | changes)
     run.sweep(corpus="other.txt")
     after = findings(run.directory.events())
     assert before is not None
