@@ -118,7 +118,7 @@ def test_the_result_is_that_of_the_whole_split_and_keeps_its_curve(tmp_path):
     run = begun(tmp_path / "run")
     run.sweep()
     before = findings(run.directory.events())
-    for changes in ({"tokens": 299, "batch_size": 1}, {"dtype": "bfloat16", "segment": 16}):
+    for changes in ({"tokens": 299}, {"batch_size": 1}, {"segment": 16}, {"dtype": "bfloat16"}):
         run.log("eval", run.steps, **evaluation(1.0, 256, corpus="stdlib") | changes)
     run.sweep(corpus="other.txt")
     after = findings(run.directory.events())

@@ -177,7 +177,7 @@ def _own_way(row: Evaluation, start: StartEvent) -> bool:
     is_whole = split is None or tokens_read(row) == split.get("tokens", tokens_read(row))
     values: Mapping[str, object] = row
     same = all(values[name] == own[name] for name in ("temperature", "segment", "batch_size") if name in own)
-    return same and is_whole and not row["sliding"] and not row["exhaustive"]
+    return same and is_whole and row["dtype"] == "float32" and not row["sliding"] and not row["exhaustive"]
 
 
 def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | None, Evaluation | None]:
