@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: tokens")
+    parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
     given = parser.parse_args()
     keep_freed_memory()
     command = f"python -m benchmarks.dial {given.what} results/{given.record.name}"

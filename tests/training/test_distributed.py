@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests import forking
-from tests.conftest import small_run
-from tests.training.test_trainer import _given, stop_after
+from tests.conftest import options_of, small_run
+from tests.training.test_trainer import stop_after
 
 import txl
 from txl.errors import RunInterrupted, UserError
@@ -40,7 +40,7 @@ EXACT = {
 
 def command(out: Path, corpus: Path, data_dir: Path, options: dict[str, str]) -> list[str]:
     run = small_run(str(corpus), **options)
-    given = [f"--{name}={value}" for name, value in _given(run)]
+    given = options_of(run)
     preset = {"vanilla": "enwik8-vanilla-small", "recurrent": "ptb-lstm-small"}.get(run.model.family, "stdlib-tiny")
     return ["train", preset, "--out", str(out), "--data-dir", str(data_dir), *given]
 

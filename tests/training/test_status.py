@@ -6,8 +6,8 @@ import json
 import shutil
 
 import pytest
-from tests.conftest import small_run
-from tests.training.test_trainer import _given, train
+from tests.conftest import options_of, small_run
+from tests.training.test_trainer import train
 
 import txl
 from txl.cli import main
@@ -83,7 +83,7 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 
 
 def arguments(run, out, data_dir, *more):
-    given = [f"--{name}={value}" for name, value in _given(run)]
+    given = options_of(run)
     return ["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), "--quiet", *given, *more]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.conftest import small_run
+from tests.conftest import options_of, small_run
 
 import txl
 from txl.config import validate
@@ -45,32 +44,6 @@ def stop_after(monkeypatch, step: int) -> None:
         return real(*args)
 
     monkeypatch.setattr(loop_module, "training_step", counting)
-
-
-def test_a_stop_while_the_compiler_runs_is_a_stop(story, data_dir, tmp_path, monkeypatch):
-    """The terminal sends Ctrl-C to the compiler too, whose failure PyTorch raises."""
-
-    class CompileError(RuntimeError):
-        __module__ = "torch._inductor.exc"
-
-    run = small_run(str(story))
-    train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        real, calls = loop_module.training_step, []
-
-        def interrupted(*args):
-            calls.append(1)
-            if len(calls) == 5:
-                torch.rand(3)  # dropout was drawn before
-                os.kill(os.getpid(), signal.SIGINT)
-                raise CompileError("C++ compile error")
-            return real(*args)
-
-        patch.setattr(loop_module, "training_step", interrupted)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
 def final_state(out: Path) -> dict[str, torch.Tensor]:
@@ -204,6 +177,32 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
         for out in (tmp_path / "run", trained)
     )
     assert ours == theirs
+
+
+def test_a_stop_while_the_compiler_runs_is_a_stop(story, data_dir, tmp_path, monkeypatch):
+    """The terminal sends Ctrl-C to the compiler too, whose failure PyTorch raises."""
+
+    class CompileError(RuntimeError):
+        __module__ = "torch._inductor.exc"
+
+    run = small_run(str(story))
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        real, calls = loop_module.training_step, []
+
+        def interrupted(*args):
+            calls.append(1)
+            if len(calls) == 5:
+                torch.rand(3)  # dropout was drawn before
+                os.kill(os.getpid(), signal.SIGINT)
+                raise CompileError("C++ compile error")
+            return real(*args)
+
+        patch.setattr(loop_module, "training_step", interrupted)
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "run", data_dir)
+    train(run, tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -351,13 +350,6 @@ def test_bfloat16_trains(story, data_dir, tmp_path):
     assert math.isfinite(outcome["best_nll"])
 
 
-def test_old_checkpoints_go_the_best_and_the_newest_stay(story, data_dir, tmp_path):
-    options = {"train.checkpoint_every": "1", "train.eval_every": "5", "train.keep_checkpoints": "2"}
-    outcome = train(small_run(str(story), **options), tmp_path / "run", data_dir)
-    left = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
-    assert left == {"step-00000011", "step-00000012", f"step-{outcome['best_step']:08d}"}
-
-
 def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
     real = loop_module.training_step
 
@@ -378,69 +370,9 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "training_state.safetensors", "training_state.json", "manifest.json"]
-)
-@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gone_on_from(
-    name, damage, trained, story, data_dir, tmp_path, capsys
-):
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    path = RunDirectory(copy).checkpoint("latest") / name
-    content = bytearray(path.read_bytes())
-    if damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
-    elif damage == "missing":
-        path.unlink()
-    else:
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
-    if name in ("model.safetensors", "manifest.json"):
-        with pytest.raises(UserError, match=r"step-00000012"):
-            txl.load(copy, checkpoint="latest")
-    Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
-    said = capsys.readouterr().err
-    assert "going on from step 8" in said
-    assert "step-00000012" in said
-    assert "set aside as refused-step-00000012" in said
-    assert (copy / "checkpoints" / "refused-step-00000012").is_dir()
-    assert_same_end(copy, trained)
-
-
-def test_a_run_without_any_good_checkpoint_is_refused_and_left_as_it_is(trained, story, data_dir, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    for path in (copy / "checkpoints").glob("*/training_state.json"):
-        path.write_text("{}")
-    before = sorted(path.name for path in (copy / "checkpoints").iterdir())
-    with pytest.raises(
-        UserError, match=r"step-00000012/training_state.json: truncated.*older checkpoints cannot be used either"
-    ):
-        train(small_run(str(story)), copy, data_dir)
-    for path in (copy / "checkpoints").glob("*/manifest.json"):
-        path.unlink()
-    with pytest.raises(UserError, match=r"step-00000012: not a whole checkpoint .manifest.json is missing"):
-        train(small_run(str(story)), copy, data_dir)
-    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == before
-
-
-def test_a_checkpoint_of_another_run_is_refused_and_one_s_own_gone_on_from(trained, story, data_dir, tmp_path, capsys):
-    other = small_run(str(story), **{"train.seed": "2", "train.steps": "16"})
-    train(other, tmp_path / "other", data_dir)
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    shutil.copytree(tmp_path / "other" / "checkpoints" / "step-00000016", copy / "checkpoints" / "step-00000016")
-    Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
-    said = capsys.readouterr().err
-    assert "step-00000016: a checkpoint of another run" in said
-    assert "going on from step 12" in said
-    assert_same_end(copy, trained)
-
-
 def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
     run = small_run(str(story), **{"train.steps": "200"})
-    options = [f"--{name}={value}" for name, value in _given(run)]
+    options = options_of(run)
     return [
         sys.executable,
         "-m",
@@ -454,17 +386,6 @@ def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
         *options,
         *more,
     ]
-
-
-def _given(run):
-    from txl.config import leaf_fields
-
-    for name, _, _, value in leaf_fields(run):
-        if name != "name":
-            yield (
-                name,
-                "none" if value is None else ",".join(map(str, value)) if isinstance(value, tuple) else str(value),
-            )
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -483,30 +404,3 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
     assert again.returncode == 0
     assert "going on from step" in again.stderr
     assert (out / "latest").read_text() == "step-00000200\n"
-
-
-def test_a_full_disk_leaves_the_last_good_checkpoint(story, data_dir, tmp_path, trained):
-    """A limit on file sizes simulates a full disk: the real system call fails half-way through the weights."""
-    out = tmp_path / "run"
-    shutil.copytree(trained, out)
-    (out / "latest").write_text("step-00000008\n")
-    shutil.rmtree(out / "checkpoints" / "step-00000012")
-    before = {path.name for path in (out / "checkpoints").iterdir()}
-
-    def limit() -> None:
-        size = (out / "checkpoints" / "step-00000008" / "model.safetensors").stat().st_size
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-
-    run = small_run(str(story))
-    options = [f"--{name}={value}" for name, value in _given(run)]
-    done = subprocess.run(
-        [sys.executable, "-m", "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir), *options],
-        stderr=subprocess.PIPE, text=True, preexec_fn=limit,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    last = done.stderr.splitlines()[-1]
-    assert "the checkpoint could not be written" in last
-    assert "File too large" in last
-    assert "Traceback" not in done.stderr
-    assert {path.name for path in (out / "checkpoints").iterdir()} == before
-    txl.load(out, checkpoint="latest")

@@ -106,22 +106,18 @@ class Reader:
         if state.n_token == 0:
             return empty
         n_held = min(state.keys[0].shape[1], empty.capacity)
-        self.check_held(n_held, state.n_token)
+        wanted = min(state.n_token - 1, empty.capacity)
+        if n_held < wanted:
+            raise UserError(
+                f"the stream holds {n_held} positions of memory, but this engine's streams see {wanted}; enter it into "
+                f"an engine with the same mem_len and window"
+            )
         newest = slice(state.keys[0].shape[1] - n_held, None)
         with torch.inference_mode():
             unknown = self.like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
             keys, values = (tuple(each[:, None, newest] for each in kind) for kind in (state.keys, state.values))
             held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
-
-    def check_held(self, n_held: int, n_token: int) -> None:
-        """Raise an error if a stream of `n_token` tokens, the last one waiting, holds fewer positions than are seen."""
-        wanted = min(n_token - 1, self.empty_memory().capacity)
-        if n_held < wanted:
-            raise UserError(
-                f"the stream holds {n_held} positions of memory, but this engine's streams see {wanted}; enter it into "
-                f"an engine with the same mem_len and window"
-            )
 
     def _structure_of(self, view: TransformerXL) -> Structure:
         """Return a view's structure, cached: a view reuses only keys and values marked with its own structure."""

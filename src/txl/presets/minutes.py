@@ -51,8 +51,8 @@ PREPARED_PER_SECOND = 2e6
 VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
 """Size of the training text in bytes, and the number of byte pairs for smaller texts. With 4,096 instead of 2,048,
 texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits a byte after 2 minutes of one thread, and 0.7% and 1.0% fewer
-after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). Smaller
-texts are undecided."""
+after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). The size
+for smaller texts is undecided."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97

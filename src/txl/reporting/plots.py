@@ -154,7 +154,7 @@ def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
         above.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 10.0**exponent:g}"))
         below.plot(steps, norms, color=SECOND, linewidth=0.9)
         below.set_ylabel("gradient norm")
-        finite = [norm for norm in norms if norm is not None and math.isfinite(norm)]
+        finite = [norm for norm in norms if math.isfinite(norm)]
         top = max(float(np.quantile(finite or [0.0], 0.98)) * 1.25, 1.2 * clip)
         below.set_ylim(0, top or 1)
         below.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
