@@ -39,3 +39,14 @@ def test_a_text_that_has_changed_is_not_taken_for_the_training_text(story: Path,
     assert not is_trained_on(run, read(str(text), whole=True))
     with pytest.raises(UserError, match=r"my\.txt is not the text that .* was trained on, which is needed here"):
         training_tokens(run, run.vocabulary(), read(str(other)), **places)
+
+
+def test_a_text_that_stands_for_an_unrecorded_training_text_is_named(
+    story: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run = RunDirectory(tmp_path)
+    run.write_config(RunConfig(data=DataConfig(corpus="none.txt", unit="byte")))
+    corpus = open_run_corpus(run, ByteVocabulary(), {"data.corpus": str(story)}, data_dir=str(data_dir), quiet=True)
+    assert len(training_tokens(run, ByteVocabulary(), corpus, quiet=True)) == len(corpus.tokens("train"))
+    note = f"the training text of {tmp_path} is not recorded; the train split of {story} is used for it"
+    assert note in capsys.readouterr().err

@@ -148,6 +148,7 @@ def parse_value(expected: TypeHint, text: str, name: str) -> Any:
     """Parse text as a value of type `expected`: "none" for None, commas in lists, "true" and "false"."""
     if text.lower() == "none" and _allows_none(expected):
         return None
+    or_none = " or none" if _allows_none(expected) else ""
     expected = _without_none(expected)
     try:
         if expected is bool:
@@ -161,7 +162,7 @@ def parse_value(expected: TypeHint, text: str, name: str) -> Any:
     except OverflowError as error:
         raise UserError(f"{name} is {text!r}; expected {error}") from None
     except (ValueError, KeyError):
-        raise UserError(f"{name} is {text!r}; expected {_described(expected)}") from None
+        raise UserError(f"{name} is {text!r}; expected {_described(expected)}{or_none}") from None
 
 
 def choices_of(hint: TypeHint) -> tuple[str, ...]:
@@ -173,11 +174,12 @@ def choices_of(hint: TypeHint) -> tuple[str, ...]:
 def placeholder(hint: TypeHint) -> str:
     """Return the placeholder of a value in help texts: the choices if they are short, else a word for the type."""
     expected, choices = _without_none(hint), "|".join(choices_of(hint))
+    none = "|none" if _allows_none(hint) else ""
     if choices:
-        return choices if len(choices) <= 24 else "NAME"
+        return choices + none if len(choices) <= 24 else "NAME"
     if typing.get_origin(expected) is tuple:
         return "N,N,..."
-    return {int: "N", float: "X", bool: "true|false", str: "TEXT"}[expected]
+    return {int: "N", float: "X", bool: f"true|false{none}", str: "TEXT"}[expected]
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:

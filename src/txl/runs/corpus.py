@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from txl.config import RunConfig, with_options
 from txl.data.corpora import absolute_path, is_named, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.prepared import Corpus, Tokens
+from txl.data.progress import say
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
@@ -88,8 +89,8 @@ def training_tokens(
     Args:
         run: directory of the run.
         vocabulary: vocabulary of the run.
-        corpus: an opened corpus. Its training split is returned if the run was trained on this corpus, or if the log
-            does not name the training corpus (imported model).
+        corpus: an opened corpus. Its training split is returned if the run was trained on this corpus, or, with a
+            note, if the log does not name the training corpus (imported model).
         data_dir: directory of prepared corpora; None: the default directory.
         quiet: True to write no progress to standard error.
 
@@ -106,6 +107,9 @@ def training_tokens(
             f"the training text is needed here, but {run.path} is an imported model that does not record it; give a "
             f"text with a train split"
         )
+    if identity is None and not is_trained_on(run, corpus):
+        note = f"note: the training text of {run.path} is not recorded; the train split of {corpus.name} is used for it"
+        say(note, quiet=False)
     return corpus.tokens("train")
 
 
