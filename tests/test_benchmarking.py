@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from txl.cli import main
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
+from txl.models.language_model import Objective
 from txl.native.build import compiled_code
 
 SHAPE = TransformerXLConfig(n_layer=3, d_model=14, n_head=3, d_head=5, d_inner=22, mem_len=11, dropout=0.0)
@@ -23,9 +25,10 @@ V, B, T = 19, 2, 7
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("memory", [0, 11])
-def test_the_formula_counts_what_a_profiler_counts(memory, frozen):
-    model = build_model(SHAPE, V).train(not frozen)
+@pytest.mark.parametrize(("memory", "n_softmax"), [(0, 1), (11, 1), (11, 3)])
+def test_the_formula_counts_what_a_profiler_counts(memory, n_softmax, frozen):
+    shape = dataclasses.replace(SHAPE, n_softmax=n_softmax)
+    model = build_model(shape, V).train(not frozen)
     state = model.init_state(B)
     if memory:
         state = state.filled_with_noise()
@@ -34,21 +37,22 @@ def test_the_formula_counts_what_a_profiler_counts(memory, frozen):
         _, state = model.nll(tokens, tokens, state)  # frozen: caches keys, values and W_kR R
         with FlopCounterMode(display=False) as forward:
             model.nll(tokens, tokens, state if memory else model.init_state(B))
-    expected = forward_operations(SHAPE, V, B, T, memory, frozen=frozen)
+    expected = forward_operations(shape, V, B, T, memory, frozen=frozen)
     # The column of padding is multiplied, but its products are not used. An empty memory has no W_kR R cached yet.
     padding = SHAPE.n_layer * 2 * B * T * SHAPE.n_head * SHAPE.d_head
     first = SHAPE.n_layer * 2 * T * SHAPE.d_model * SHAPE.n_head * SHAPE.d_head if frozen and not memory else 0
     assert forward.get_total_flops() == expected + padding + first
 
 
-def test_a_training_step_is_counted_as_three_forward_passes():
+@pytest.mark.parametrize("loss_name", ["full", "half", "last"])
+def test_a_training_step_is_counted_as_three_forward_passes(loss_name):
     """The formula is slightly too high: no layer computes the gradient with respect to R, which is a constant."""
-    model = build_model(SHAPE, V)
+    model, objective = build_model(SHAPE, V), Objective(loss_name)
     tokens = torch.randint(V, (B, T))
     with FlopCounterMode(display=False) as both:
-        loss, _ = model.training_loss(tokens, tokens, model.init_state(B).filled_with_noise())
+        loss, _ = model.training_loss(tokens, tokens, model.init_state(B).filled_with_noise(), objective)
         loss.backward()
-    expected = 3 * forward_operations(SHAPE, V, B, T, 11)
+    expected = 3 * forward_operations(SHAPE, V, B, T, 11, scored=objective.counted(T))
     padding = 3 * SHAPE.n_layer * 2 * B * T * SHAPE.n_head * SHAPE.d_head
     assert 0.9 * expected < both.get_total_flops() - padding <= expected
 

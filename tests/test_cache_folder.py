@@ -50,6 +50,22 @@ def test_a_home_that_cannot_be_is_as_none(nowhere, monkeypatch, caplog):
     assert "/dev/null/home/.cache/transformer-xl cannot be made" in caplog.text
 
 
+def test_a_home_that_may_not_be_looked_into_is_as_none(tmp_path):
+    home = tmp_path / "home"
+    home.mkdir(mode=0)
+    before = os.geteuid()
+    try:
+        if before == 0:
+            os.seteuid(65_534)
+        with pytest.raises(PermissionError):
+            (home / ".cache").stat()
+        found = module.usable_cache(home / ".cache" / "transformer-xl")
+    finally:
+        os.seteuid(before)
+    assert found.parent == Path(tempfile.gettempdir())
+    found.rmdir()
+
+
 def test_a_folder_that_others_can_write_is_not_taken(nowhere):
     theirs = data_directory(None)
     theirs.chmod(0o777)

@@ -64,6 +64,8 @@ def refused(capsys):
         (["generate", "no-such-run", "--prompt", "x"], "no-such-run: no such directory"),
         (["generate", "no-such-run"], "missing: one of --prompt --prompt-file"),
         (["report", "no-such-run"], "no-such-run: no such directory"),
+        (["report", ".", "--out", ""], "--out  is a folder; expected the name of a file"),
+        (["report", ".", "--out", "/"], "--out / is a folder; expected the name of a file"),
         (["bench", "train", "--steps", "0"], "--steps is 0"),
         (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype has no effect here; use --dtype"),
         (["demo", "--test-tokens", "0"], "--test-tokens is 0"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +28,37 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["text"]
 
 
+def test_a_link_stays_and_permissions_too(tmp_path):
+    path, link = tmp_path / "text", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o600)
+    link.symlink_to("text")
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_is_written_to(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    write_whole(path, "text")
+    assert os.read(reader, 100) == b"text"
+    os.close(reader)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_a_name_that_is_not_utf_8_is_written_with_escapes(tmp_path):
+    write_whole(tmp_path / "text", json.dumps(os.fsdecode(b"caf\xe9"), ensure_ascii=False))
+    assert json.loads((tmp_path / "text").read_text()) == os.fsdecode(b"caf\xe9")
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path):
+    for path in (Path(""), Path("/"), tmp_path):
+        with pytest.raises(UserError, match="cannot be written \\(Is a directory"):
+            write_whole(path, "x")
     with pytest.raises(UserError, match="missing/text: cannot be written"):
         write_whole(tmp_path / "missing" / "text", "x")
 

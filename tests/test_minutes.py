@@ -30,6 +30,7 @@ from txl.presets.minutes import (
     base_run,
     choose,
     expected_loss,
+    reasons,
     units,
 )
 from txl.presets.small import stdlib_bpe
@@ -156,6 +157,37 @@ def test_the_expected_loss_falls_with_steps_and_ends_where_the_text_is_used_up()
     losses = [expected_loss(run, _text(180_000), steps) for steps in (10, 100, 1000, 10_000, 10**6, 10**7)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-2] == pytest.approx(losses[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.5])
+def test_without_time_the_smallest_model_alone_is_timed(seconds: float):
+    timed: list[RunConfig] = []
+
+    def measure(run: RunConfig) -> StepTimes:
+        timed.append(run)
+        return StepTimes(0.1, 1e-4)
+
+    with pytest.raises(UserError, match=r"remain for training, and a step of the chosen model takes 0\.1 s"):
+        choose(base_run(1, bfloat16=True), _text(10_000_000), seconds, measure, {})
+    assert len(timed) == 1
+
+
+def test_a_model_with_too_few_steps_is_not_chosen():
+    def measure(run: RunConfig) -> StepTimes:
+        assert isinstance(run.model, TransformerXLConfig)
+        return StepTimes(0.1 if (run.model.d_model, run.train.batch_size) == (96, 16) else 5.0, 1e-5)
+
+    choice = choose(base_run(1, bfloat16=True), _text(10_000_000), 60, measure, {})
+    assert choice.run.train.steps > 100
+
+
+@pytest.mark.parametrize(("given", "told"), [({}, True), ({"data.unit": "byte"}, False)])
+def test_bytes_that_the_user_asked_for_need_no_reason(given: dict[str, str], told: bool):
+    base = base_run(10, bfloat16=True)
+    base.data.unit = "byte"
+    text = _text(200_000, "byte")
+    choice = choose(base, text, 600, _machine, given)
+    assert ("would take too long" in reasons(choice, text, 10, 1.0, given)[0]) == told
 
 
 def test_a_model_that_does_not_fit_into_memory_is_not_chosen():

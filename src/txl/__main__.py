@@ -33,7 +33,7 @@ def command() -> None:
     from txl.cli import main
 
     code = main()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
         # gloo's threads sometimes abort while the interpreter shuts down, which would look like a failed run.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -243,7 +243,9 @@ def _report(message: str) -> None:
 
 
 def _reader_is_gone(descriptor: int) -> bool:
-    """Return whether a descriptor is that of a pipe whose reader has closed it."""
+    """Return whether a descriptor is that of a pipe whose reader has closed it; False where this is not known."""
+    if not hasattr(select, "poll"):  # Windows
+        return False
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

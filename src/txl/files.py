@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,21 @@ _logger = logging.getLogger(__name__)
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path` to write to; at the end, sync the written file and rename it to `path`.
 
-    If the block fails, `path` stays as it was and the temporary file is removed.
+    If the block fails, `path` stays as it was and the temporary file is removed. A link stays a link, to the new file,
+    and a new file has the permissions of the one that it replaces.
 
     Raises:
         OSError: if the file cannot be written.
     """
+    if path.is_symlink():
+        path = path.resolve()
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
+        if path.exists():
+            temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         sync(temporary)
         os.replace(temporary, path)
     except BaseException:
@@ -71,10 +78,14 @@ def _runs(process: int) -> bool:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that `path` holds either the old or the new text, even after a crash."""
+    """Write a small file so that `path` holds either the old or the new text, even after a crash.
+
+    A device or a named pipe is written to, not replaced. Bytes of a file's name that are not UTF-8 become escapes.
+    """
+    is_stream = path.exists() and not path.is_file() and not path.is_dir()
     try:
-        with replacing(path) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+        with nullcontext(path) if is_stream else replacing(path) as written:
+            written.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
@@ -162,7 +173,7 @@ def usable_cache(folder: Path) -> Path:
     Args:
         folder: requested folder, which need not exist; relative ("~/...") if the user's home is unknown.
     """
-    if folder.is_absolute() and (folder.exists() or _can_be_made(folder)):
+    if folder.is_absolute() and (os.path.exists(folder) or _can_be_made(folder)):
         return folder
     instead = _temporary_folder()
     _say(f"{folder} cannot be made" if folder.is_absolute() else "no home folder is known", instead)
@@ -175,8 +186,10 @@ def _say(reason: str, instead: Path) -> None:
 
 
 def _can_be_made(folder: Path) -> bool:
-    there = next(each for each in folder.parents if each.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    # Not Path.exists, which raises an error for a folder that may not be looked into.
+    there = next(each for each in folder.parents if os.path.exists(each))
+    effective = os.access in os.supports_effective_ids
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK, effective_ids=effective)
 
 
 def _temporary_folder() -> Path:

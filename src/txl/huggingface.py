@@ -127,7 +127,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
 
         Raises:
-            ValueError: for a mask with gaps, padding after the tokens in memory, or labels that are not tokens.
+            ValueError: for a mask with gaps, padding after the tokens in memory, or labels that are not tokens or have
+                another shape.
         """
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
         if attention_mask is None and n_seen == 0:
@@ -144,6 +145,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.model.log_probs_of(keep)
         loss = None
         if labels is not None:
+            if labels.shape != input_ids.shape:
+                raise ValueError(f"labels have shape {list(labels.shape)}; expected {list(input_ids.shape)}")
             targets = labels[:, 1:]
             counts = (targets != -100) & (targets != self.config.vocab_size)
             if text is not None:  # padding predicts nothing

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,15 @@ class Processes:
         return result
 
 
+def process_count(variable: Literal["WORLD_SIZE", "LOCAL_WORLD_SIZE"] = "WORLD_SIZE") -> int:
+    """Return the number of processes that torchrun started in all, or on this machine; 1 without torchrun."""
+    text = os.environ.get(variable) or "1"
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"the environment variable {variable} is {text!r}; expected a number of processes") from None
+
+
 @contextmanager
 def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
     """Connect the processes that torchrun started, and yield them with the device of this process.
@@ -129,8 +138,7 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
     Raises:
         UserError: if one GPU by number is given to several processes of a machine with several GPUs.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    count, here = process_count(), process_count("LOCAL_WORLD_SIZE")
     if device.startswith("cuda:"):
         if count > 1 and here > 1 and torch.cuda.device_count() > 1:
             raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")

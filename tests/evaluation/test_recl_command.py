@@ -152,6 +152,13 @@ def test_a_window_is_that_of_models_that_have_one(group, data_dir, story, capsys
         assert found["window"] == (5 if window == 5 else None)
 
 
+def test_the_folder_one_is_in_has_its_name(group, data_dir, monkeypatch, capsys):
+    monkeypatch.chdir(group / "vanilla")
+    assert main([*recl(".", str(group / "recurrent")), "--data-dir", str(data_dir), "--json"]) == 0
+    names = [each["name"] for each in json.loads(capsys.readouterr().out)["models"]]
+    assert sorted(names) == ["recurrent", "vanilla"]
+
+
 def test_a_damaged_run_is_found_before_another_is_scored(group, data_dir, tmp_path, unscored, capsys):
     damaged = tmp_path / "damaged"
     shutil.copytree(group / "vanilla", damaged)

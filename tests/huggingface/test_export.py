@@ -98,6 +98,12 @@ def test_padding_may_stand_in_labels_as_it_does_in_the_input(side, masked, expor
     torch.testing.assert_close(found, (alone[0] * 10 + alone[1] * 5) / 15, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 4), (2, 3), (2, 5)])
+def test_labels_of_another_shape_are_refused(shape, exported):
+    with pytest.raises(ValueError, match=r"labels have shape .*; expected \[2, 4\]"):
+        theirs(exported)(torch.zeros(2, 4, dtype=torch.int64), labels=torch.zeros(shape, dtype=torch.int64))
+
+
 @pytest.mark.parametrize("bad", [-1, 1])
 def test_labels_that_are_no_tokens_are_named(bad, exported):
     model = theirs(exported)

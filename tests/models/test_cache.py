@@ -267,3 +267,14 @@ def test_generation_with_a_cache():
             log_probs, _ = cached.log_probs(torch.tensor([within]), cached.init_state(1))
             assert token == int(log_probs[0, -1].argmax()), kind
             read.append(token)
+
+
+def test_a_reset_lane_forgets_nan():
+    cached = ContinuousCache(built(MODELS["transformer-xl"]), 7, 0.4, 0.3)
+    tokens, targets = stream()
+    _, state = cached.nll(tokens[:, :9], targets[:, :9], cached.init_state(B))
+    state.hidden[0] = torch.nan
+    got, after = cached.nll(tokens, targets, state.reset(torch.tensor([True, False, False])))
+    expected, _ = cached.nll(tokens[:1], targets[:1], cached.init_state(1))
+    torch.testing.assert_close(got[:1], expected, rtol=1e-5, atol=1e-5)
+    assert not after.hidden.isnan().any()

@@ -8,15 +8,18 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from tests.conftest import small_run
 from torch._subclasses import FakeTensorMode
+from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from txl.config import RecurrentConfig, TrainConfig, TransformerXLConfig
+from txl.errors import UserError
 from txl.models import build_model
 from txl.models.layers import Linear
 from txl.models.memory import StreamBuffers
@@ -210,3 +213,111 @@ def test_generators_of_gpus_are_left_alone_by_a_cpu(monkeypatch):
     before = torch.get_rng_state()
     peak_bytes(small_run("stdlib"), V, "cpu")
     assert (seeded, torch.equal(torch.get_rng_state(), before)) == ([], True)
+
+
+@pytest.mark.parametrize("attention", ["auto", "compiled", "factorised"])
+def test_transforms_of_functions(attention):
+    """Gradients and vectorised calls by torch.func; the model can be copied and trained afterwards."""
+    model, given = tiny(attention=attention), tokens(2, 12)
+
+    def loss(parameters):
+        return functional_call(Losses(model), parameters, (given,))
+
+    parameters = dict(Losses(model).named_parameters())
+    expected = torch.autograd.grad(loss(parameters), list(parameters.values()))
+    for got, wanted in zip(torch.func.grad(loss)(parameters).values(), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        many = tokens(3, 2, 12)
+        every = torch.vmap(Losses(model))(many)
+        torch.testing.assert_close(every, torch.stack([Losses(model)(each) for each in many]))
+    assert pickle.dumps(copy.deepcopy(model))
+    loss(parameters).backward()
+
+
+class Losses(torch.nn.Module):
+    """The mean loss of tokens read from an empty memory, each of them its own target."""
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.model = model
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.model.nll(given, given, self.model.init_state(given.shape[0]))[0].mean()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TransformerXLConfig(**SHAPE, attention="factorised", dropout=0.0),
+        RecurrentConfig(kind="lstm", n_layer=2, d_model=16),
+        RecurrentConfig(kind="qrnn", n_layer=2, d_model=16),
+    ],
+)
+def test_training_goes_on_from_what_inference_mode_read(config):
+    model, given = build_model(config, V), tokens(2, 12)
+    with torch.inference_mode():
+        _, state = model.nll(given, given, model.init_state(2))
+    loss, _ = model.train().training_loss(given, given, state)
+    loss.backward()
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+
+
+def test_threads_read_segments_of_several_lengths():
+    model, got, failed = tiny(attention="factorised"), {}, []
+    lengths = (5, 9, 13)
+    expected = {n: read(model, tokens(2, n), model.init_state(2))[0] for n in lengths}
+
+    def reads(n_token):
+        try:
+            for _ in range(30):
+                got[n_token] = read(model, tokens(2, n_token), model.init_state(2))[0]
+        except RuntimeError as error:
+            failed.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=reads, args=(each,)) for each in lengths]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not failed
+    for n_token in lengths:
+        torch.testing.assert_close(got[n_token], expected[n_token])
+
+
+def test_an_lstm_computes_in_its_own_precision_where_the_cpu_has_no_float16():
+    model, given = build_model(RecurrentConfig(kind="lstm", n_layer=2, d_model=16), V).eval(), tokens(2, 12)
+    with torch.no_grad():
+        expected, _ = model.nll(given, given, model.init_state(2))
+        with torch.autocast("cpu", torch.float16):
+            got, _ = model.nll(given, given, model.init_state(2))
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"mem_len": 2.5}, "mem_len is 2.5; expected 0"),
+        ({"clamp_len": 2.5}, "clamp_len is 2.5; expected 0"),
+        ({"window": 3.0}, "window is 3.0; expected 1"),
+    ],
+)
+def test_lengths_that_are_not_whole(lengths, message):
+    with pytest.raises(UserError, match=message):
+        tiny().init_state(2, **lengths)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_temperatures_that_are_no_temperatures(temperature):
+    model, given = tiny(), tokens(2, 5)
+    with pytest.raises(UserError, match="temperature is .*; expected a number above 0"):
+        model.nll_at(given, given, model.init_state(2), temperature)
+
+
+def test_a_vocabulary_s_size_may_be_numpy_s():
+    assert build_model(TransformerXLConfig(**SHAPE), np.int64(V)).vocab_size == V

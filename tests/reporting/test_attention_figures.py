@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from txl.reporting.attention_page import HEAT, attention_page, attention_section, draw_average, draw_close, save_figures
+from txl.analysis.attention_record import FORMAT
+from txl.errors import UserError
+from txl.reporting.attention_page import (
+    HEAT,
+    _label,
+    attention_page,
+    attention_section,
+    draw_average,
+    draw_close,
+    read_record,
+    save_figures,
+)
 from txl.reporting.context_figures import gains_plot
 from txl.reporting.style import LIGHT, STYLE
 
@@ -118,6 +130,19 @@ def test_the_gains_of_longer_contexts_follow_it_too():
     plot = gains_plot({"A": {(1, 2): 0.5, (1, 3): 0.7, (2, 3): 1.0}}, "gains", "Gains")
     assert re.search(r'id="[^"]*QuadMesh', plot.drawing().wide)
     assert "fill: var(--accent" not in plot.drawing().wide
+
+
+@pytest.mark.parametrize(
+    ("text", "label"), [("\x1b[31m", "\\x1b[31m"), ("a\x00b", "a\\x00b"), (" of", "of"), ("\n", "⏎")]
+)
+def test_labels_have_no_characters_that_xml_forbids(text, label):
+    assert _label(text) == label
+
+
+def test_a_record_without_a_part_is_damaged(tmp_path):
+    (tmp_path / "attention.json").write_text(json.dumps({"format": FORMAT, "settings": {}, "heads": []}))
+    with pytest.raises(UserError, match=r"attention.json: damaged \(no even\); run txl attention again"):
+        read_record(tmp_path / "attention.json")
 
 
 @pytest.mark.parametrize("n_row", [1, 16, 48, 49, 130])

@@ -37,7 +37,33 @@ def test_a_crash_makes_the_run_log_steps_twice_and_the_second_time_counts(run):
     assert len(found.stretches) == 2
 
 
+def test_steps_that_a_rollback_undid_do_not_count(run):
+    run.log("valid", 90, **evaluation(0.1, 128))
+    run.log("rollback", 60, from_step=100)
+    found = read(run)
+    assert [event["step"] for event in found.train] == [10, 20, 30, 40, 50, 60]
+    assert found.valid == []
+
+
+def test_the_result_is_that_of_the_default_checkpoint(run):
+    for nll, name in ((1.4, "step-00000050"), (1.3, "step-00000100")):
+        run.log("eval", 100, **evaluation(nll, 256, checkpoint=name))
+    for checkpoint, nll in (("step-00000050", 1.4), ("step-00000100", 1.3), (None, 1.3), ("step-00000070", 1.3)):
+        found = findings(run.directory.events(), checkpoint)
+        assert found is not None
+        assert found.result is not None
+        assert found.result["nll"] == nll
+
+
+def test_a_run_ends_before_its_last_step_if_it_has_converged(run):
+    assert not read(run).ended
+    run.log("end", 100, elapsed=1.0, converged=True)
+    assert read(run).ended
+    assert read(run).converged
+
+
 def test_a_torn_line_is_passed_over(run):
+    run.log("train", 105)
     with open(run.path / "log.jsonl", "a") as file:
         file.write('{"event": "train", "step": 110, "los')
     assert read(run).train[-1]["step"] == 100
@@ -90,7 +116,12 @@ def test_the_result_has_the_window_of_the_test_settings_even_if_another_is_newer
     assert (found.result["window"], [row["window"] for row in found.others]) == (256, [None])
 
 
-WAYS = [{"temperature": 1.5}, {"sliding": True, "exhaustive": True, "mem_len": 0}, {"exhaustive": True}]
+WAYS = [
+    {"temperature": 1.5},
+    {"clamp_len": 3},
+    {"sliding": True, "exhaustive": True, "mem_len": 0},
+    {"exhaustive": True},
+]
 
 
 @pytest.mark.parametrize("change", [*WAYS, CACHE])

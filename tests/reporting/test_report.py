@@ -192,6 +192,41 @@ def test_a_run_that_has_not_ended_says_so(tmp_path, html):
     assert "step 1,230 of 4,000, stopped at step 1,230 (SIGINT)." in shown(run).text
 
 
+def test_a_run_that_has_converged_says_so(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.train(last=1230)
+    run.log("end", 1230, elapsed=9.0, converged=True)
+    text = shown(run).text
+    assert "Training ended before step 4,000, because the validation loss no longer improved." in text
+    assert "not finished" not in text
+
+
+def test_tokens_that_the_loss_does_not_count_are_tokens_that_were_read(tmp_path):
+    run = FakeRun(tmp_path / "run")
+    run.start()
+    run.log(
+        "train",
+        10,
+        loss=2.0,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=11_274_210,
+        tokens_read=22_548_420,
+        tokens_per_second=1.0,
+        elapsed=1.0,
+    )
+    text = shown(run).text
+    assert "22,548,420 tokens (11,274,210 of them counted in the loss), 2 times the training split" in text
+
+
+def test_a_machine_that_does_not_say_how_much_memory_it_has(tmp_path):
+    run = begun(tmp_path / "run")
+    log = run.path / "log.jsonl"
+    log.write_text(log.read_text().replace(f'"memory_bytes": {8 * 2**30}', '"memory_bytes": null'))
+    assert "unknown" in shown(run).text
+
+
 def test_parts_that_are_missing_name_the_command_that_adds_them(tmp_path):
     run = begun(tmp_path / "my run", **{"train.eval_every": "0"})
     text = shown(run).text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 import signal
 from types import SimpleNamespace
 
@@ -84,6 +85,13 @@ def test_the_segment_of_equal_memory_is_measured_once_and_kept(micro, words, tmp
     assert peak_bytes(chosen, size) <= budget < peak_bytes(with_segment(chosen, chosen.train.segment + 1), size)
     assert json.loads((out / "memory" / "table10-no-recurrence.json").read_text())["budget_bytes"] == budget
     monkeypatch.setattr(experiment_module, "longest_segment", pytest.fail)  # the folder stores the length
+    path = out / "memory" / "table10-no-recurrence.json"
+    stored = path.read_text()
+    for damage in ("{}", '{"segment": "x"}', '{"segment": 0}'):
+        path.write_text(damage)
+        failed = experiment("table10", micro, words, out, data_dir, seeds=2, rows=rows).run()[1]
+        assert f"{path}: damaged (no length of a segment); delete it" in failed.reason
+    path.write_text(stored)
     again = experiment("table10", micro, words, out, data_dir, seeds=2, rows=rows).run()[1]
     assert again.config == second.config
     assert sorted(again.by_seed) == [1, 2]
@@ -330,6 +338,12 @@ def test_figures_are_made_of_the_trained_model(micro, words, tmp_path, data_dir)
     record = write_outcome(outcome, it.out, ["txl"], CIRCUMSTANCES)
     assert record["rows"][0]["seeds"]["1"]["files"] == made["files"]
     assert f'href="{made["files"][0]}"' in (it.out / "figure5.html").read_text()
+    shutil.rmtree(it.out / "made")  # files that are gone are made anew, of the same model
+    checkpoints = it.out / "runs" / "xl-seed1" / "checkpoints"
+    trained = files(checkpoints)
+    write_outcome(gathered(it, it.run()), it.out, ["txl"], CIRCUMSTANCES)
+    assert (it.out / made["files"][0]).exists()
+    assert files(checkpoints) == trained
 
 
 def test_figures_of_attention_share_their_files_and_show_their_own(micro, words, tmp_path, data_dir, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 
 import pytest
 from tests.reproduction.conftest import experiment, gathered
@@ -166,6 +167,34 @@ def records(micro, words, tmp_path_factory, data_dir):
     """Records of one seed, by table."""
     folder = tmp_path_factory.mktemp("records")
     return {table: made(table, micro, words, folder / table, data_dir, 1)[2] for table in ROWS}
+
+
+@pytest.mark.parametrize(
+    ("table", "damage"),
+    [
+        ("table6", lambda stored: stored.clear()),
+        ("table6", lambda stored: stored.pop("config")),
+        ("table6", lambda stored: stored.pop("quality")),
+        ("table6", lambda stored: stored.update(quality="good")),
+        ("table6", lambda stored: stored.update(quality=float("nan"))),
+        ("table6", lambda stored: stored.update(steps="six")),
+        ("table6", lambda stored: stored.update(training_seconds=None)),
+        ("table6", lambda stored: stored.update(files=5)),
+        ("table6", lambda stored: stored["curve"][0].pop("length")),
+        ("table8", lambda stored: next(iter(stored["losses"].values())).pop()),
+        ("table8", lambda stored: next(iter(stored["losses"].values())).append(None)),
+        ("table8", lambda stored: stored.update(losses={"x": []})),
+    ],
+)
+def test_a_damaged_result_is_refused(table, damage, records, micro, words, tmp_path, data_dir):
+    shutil.copytree(records[table].parent, tmp_path / "out")
+    path = tmp_path / "out" / "results" / f"{ROWS[table][0]}-seed1.json"
+    stored = json.loads(path.read_text())
+    damage(stored)
+    path.write_text(json.dumps(stored))
+    for so_far in (False, True):
+        with pytest.raises(UserError, match=f"{path.name}: damaged .*delete it to measure"):
+            made(table, micro, words, tmp_path / "out", data_dir, 1, so_far=so_far)
 
 
 def test_a_group_that_was_measured_here_in_part_is_measured_here(

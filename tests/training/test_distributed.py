@@ -19,7 +19,7 @@ from tests.training.test_trainer import stop_after
 
 import txl
 from txl.errors import RunInterrupted, UserError
-from txl.processes import Processes, processes_of
+from txl.processes import Processes, process_count, processes_of
 from txl.runs.directory import RunDirectory
 from txl.training.loop import _emptied
 from txl.training.trainer import Trainer, _check_processes
@@ -82,6 +82,15 @@ def alone(story, data_dir, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("alone") / "run"
     Trainer(small_run(str(story), **EXACT), out, data_dir=data_dir, quiet=True).fit()
     return out
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 1), ("3", 3)])
+def test_the_number_of_processes_is_that_of_the_environment(text, count, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    assert process_count() == count
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    with pytest.raises(UserError, match="environment variable WORLD_SIZE is 'x'; expected a number of processes"):
+        process_count()
 
 
 def test_one_gpu_for_several_processes_is_refused(monkeypatch):

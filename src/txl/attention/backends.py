@@ -21,6 +21,7 @@ from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.native.reading_attention import reading_attention
+from txl.native.tensors import transforms_are_active
 from txl.native.training_attention import training_attention, why_not_training
 
 
@@ -99,7 +100,7 @@ def causal_attention(
     """
     if dropout == 0 and (read := reading_attention(query, key, value, None, None, None)) is not None:
         return read
-    if compiled and (dropout > 0 or torch.is_grad_enabled()):
+    if compiled and (dropout > 0 or torch.is_grad_enabled()) and not transforms_are_active():
         return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
     heads = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
@@ -148,7 +149,12 @@ class Backend:
         scope: KeyScope,
         dropout: float = 0.0,
     ) -> Float[Tensor, "B T H D"]:
-        """Return the attention output of every query of a segment, computed by `train` or `read`."""
+        """Return the attention output of every query of a segment, computed by `train` or `read`.
+
+        Within transforms of `torch.func`, which the others do not support, `reference_attention` computes.
+        """
+        if transforms_are_active():
+            return reference_attention(query, key, value, position, u, v, scope, dropout)
         by_train = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.train_reads_on
         attend = self.train if by_train else self.read
         return attend(query, key, value, position, u, v, scope, dropout)

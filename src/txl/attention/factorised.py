@@ -168,18 +168,21 @@ class PhaseTables:
             dtype, device: dtype and device of the queries.
         """
         n_key = scope.memory + n_query
-        if self._basis is None or self._basis.n_position < n_key:
-            self._basis = PhaseBasis.over(max(n_key, capacity + n_query), self.d_model)
-        wanted = (self._basis.n_position, n_key, n_query, dtype, device)
-        if self._tables is None or self._tables[0] != wanted:
-            psi = _psi(_centred(n_key), self.d_model)
-            sin, cos = psi[scope.memory :].chunk(2, dim=-1)
-            directions = self._basis.directions
-            tables = (sin, cos, directions, psi @ directions)
-            sin, cos, directions, key = (each.to(device=device, dtype=dtype) for each in tables)
-            self._tables = wanted, (sin, cos, directions, key)
+        # Local variables, because other threads may replace the cached values. Tables outlive the mode of this call:
+        # they are ordinary tensors, not those of inference mode or of a transform of torch.func.
+        basis, cached = self._basis, self._tables
+        with torch.inference_mode(False), torch.no_grad(), torch._C._DisableFuncTorch():
+            if basis is None or basis.n_position < n_key:
+                self._basis = basis = PhaseBasis.over(max(n_key, capacity + n_query), self.d_model)
+            wanted = (basis.n_position, n_key, n_query, dtype, device)
+            if cached is None or cached[0] != wanted:
+                psi = _psi(_centred(n_key), self.d_model)
+                sin, cos = psi[scope.memory :].chunk(2, dim=-1)
+                tables = (sin, cos, basis.directions, psi @ basis.directions)
+                sin, cos, directions, key = (each.to(device=device, dtype=dtype) for each in tables)
+                self._tables = cached = wanted, (sin, cos, directions, key)
         mask = self.kernel.mask(scope, n_query, n_lane, device)
-        return SegmentPhases(self.kernel, mask, *self._tables[1])
+        return SegmentPhases(self.kernel, mask, *cached[1])
 
 
 def _centred(n_position: int) -> Tensor:

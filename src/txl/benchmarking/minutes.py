@@ -107,7 +107,7 @@ def run_in_minutes(
     seconds = left()  # measured again, because timing took some time
     choice = replace(planned(choice.run, text, seconds, choice.speed, given), tried=choice.tried)
     check_steps(choice, seconds)
-    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared))
+    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, given))
 
 
 def _check_options(base: RunConfig, given: dict[str, str]) -> None:

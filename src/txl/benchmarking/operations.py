@@ -13,9 +13,10 @@ forward pass takes
         + 2*B*T*E*F * 2 )     feed-forward
     + 2*B*T*E*V               softmax
 
-operations. A training step takes three times as many, because the backward pass computes two products for each product
-of the forward pass. With frozen weights (evaluation, generation), W_kR R and the keys and values of memory are cached:
-keys and values take 2*B*T*E*A * 2, and W_kR R takes none.
+operations. A mixture of C softmaxes takes 2*B*T*E*C*(V + E + 1) instead of the last line. In the last line, T counts
+only positions that the loss counts (`train.loss`). A training step takes three times as many operations, because the
+backward pass computes two products for each product of the forward pass. With frozen weights (evaluation, generation),
+W_kR R and the keys and values of memory are cached: keys and values take 2*B*T*E*A * 2, and W_kR R takes none.
 """
 
 from __future__ import annotations
@@ -38,8 +39,20 @@ def forward_operations(
     window: int | None = None,
     *,
     frozen: bool = False,
+    scored: int | None = None,
 ) -> int:
-    """Return the operations of one forward pass by the formula of this module; `frozen` means frozen weights."""
+    """Return the operations of one forward pass by the formula of this module.
+
+    Args:
+        model: configuration of the model.
+        vocab_size: V.
+        batch_size: B.
+        segment: T.
+        memory: M.
+        window: W; None: no window.
+        frozen: True for frozen weights.
+        scored: number of positions of a segment that the loss counts; None: T.
+    """
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
@@ -56,7 +69,9 @@ def forward_operations(
         + 2 * rows * width * model.d_model
         + 2 * rows * model.d_model * model.d_inner * 2
     )
-    return model.n_layer * layer + 2 * rows * model.d_model * vocab_size
+    per_row = vocab_size if model.n_softmax == 1 else model.n_softmax * (vocab_size + model.d_model + 1)
+    scored_rows = rows if scored is None else batch_size * scored
+    return model.n_layer * layer + 2 * scored_rows * model.d_model * per_row
 
 
 def matmul_rate(dtype: torch.dtype, device: str, size: int = 2048, seconds: float = 1.0) -> float:

@@ -18,7 +18,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
-from txl.models.language_model import State
+from txl.models.language_model import Objective, State
 from txl.training.compilation import WARM, CapturedStep, check_capture, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
@@ -152,7 +152,8 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     # R is projected again for each micro-batch.
     part = (train.batch_size // train.micro_batches, train.segment)
     passes = 3 * train.micro_batches * train.backprop_segments
-    operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window)
+    scored = Objective(train.loss).counted(train.segment)
+    operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window, scored=scored)
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2

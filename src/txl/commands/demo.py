@@ -72,13 +72,14 @@ def run(arguments: argparse.Namespace) -> None:
     samples = write_samples(Path(out), config, data_dir=arguments.data_dir)
     _command(parse, "report", out, "--after-training-text", *data_dir)
 
-    from txl.reporting.report import summary_lines
+    from txl.reporting.report import default_checkpoint, summary_lines
     from txl.runs.directory import RunDirectory
 
     context, text = samples[-1]
     for line in [*context.splitlines()[-_READ:], MARK, *text.splitlines()[:_WRITTEN], ""]:
         print(line)
-    for line in summary_lines(RunDirectory(out).events(), Path(out) / "report.html"):
+    trained = RunDirectory(out)
+    for line in summary_lines(trained.events(), Path(out) / "report.html", default_checkpoint(trained)):
         print(line)
 
 

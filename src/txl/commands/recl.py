@@ -94,7 +94,8 @@ def run(arguments: argparse.Namespace) -> None:
     Scoring large models takes hours, so all checks are made before scoring begins.
     """
     paths = [existing_run(each) for each in arguments.directories]
-    names = [path.name if [other.name for other in paths].count(path.name) == 1 else str(path) for path in paths]
+    short = [path.resolve().name for path in paths]
+    names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
     lengths = _lengths(arguments)

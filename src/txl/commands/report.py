@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_data_dir, add_json, add_out, existing_run
+from txl.commands.options import add_data_dir, add_json, add_out, check_output_file, existing_run
 from txl.commands.output import print_json
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Write the report."""
     directory = existing_run(arguments.directory)
+    check_output_file(arguments.out, None)
     from txl.reporting.report import write_report
 
     path = write_report(

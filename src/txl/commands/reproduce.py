@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,11 +82,12 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train and measure the rows that are not done yet, and write the page."""
+    from txl.processes import process_count
     from txl.reproduction.catalogue import find_definition
     from txl.reproduction.converging import UntilConverged
     from txl.reproduction.scales import find_scale
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_count() > 1:
         raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
     definition = find_definition(arguments.what)
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)

@@ -197,8 +197,9 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     """Choose a configuration for the text, the machine and the minutes; print the choice and return it."""
     from txl.data.catalogue import BENCHMARKS
+    from txl.processes import process_count
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_count() > 1:
         raise UserError("--minutes measures one process; start the run without torchrun, then go on with it in several")
     given = config_options(arguments)
     corpus = given["data.corpus"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Integral
 from typing import Literal, TypedDict
 
 from txl.config.values import LARGEST, check_ranges, require, setting
@@ -79,16 +80,22 @@ class Lengths:
             UserError: if a length breaks a rule, naming the first such length with `prefix` in front of the name.
         """
         mem_len, window, clamp_len = self.mem_len, self.window, self.clamp_len
-        require(mem_len >= 0, f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
+        require(_is_whole(mem_len, 0), f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
         if window is not None:
-            require(window >= 1, f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none")
+            require(
+                _is_whole(window, 1), f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none"
+            )
             if mem_len < window - 1:
                 raise UserError(
                     f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
                     f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
                 )
         if clamp_len is not None:
-            require(clamp_len >= 0, f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+            require(_is_whole(clamp_len, 0), f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
+
+
+def _is_whole(length: object, at_least: int) -> bool:
+    return isinstance(length, Integral) and int(length) >= at_least
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:

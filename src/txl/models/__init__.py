@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from operator import index
+from typing import SupportsIndex
 
 from txl.config import ModelConfig
 from txl.models.family import FamilyModel
@@ -16,7 +18,7 @@ FAMILIES: dict[type[ModelConfig], type[FamilyModel]] = {
 """Model class of every family, by configuration class."""
 
 
-def build_model(config: ModelConfig, vocabulary: Sized | int, device: str | None = None) -> FamilyModel:
+def build_model(config: ModelConfig, vocabulary: Sized | SupportsIndex, device: str | None = None) -> FamilyModel:
     """Build a model with fresh weights, drawn from torch's default generator.
 
     Args:
@@ -25,5 +27,5 @@ def build_model(config: ModelConfig, vocabulary: Sized | int, device: str | None
         device: device that the model will train on, on which the choice of attention depends; None: not known yet. The
             caller moves the model there.
     """
-    vocab_size = vocabulary if isinstance(vocabulary, int) else len(vocabulary)
+    vocab_size = len(vocabulary) if isinstance(vocabulary, Sized) else index(vocabulary)
     return FAMILIES[type(config)](config, vocab_size, device)

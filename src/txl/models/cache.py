@@ -76,8 +76,10 @@ class CacheState:
 
     def reset(self, mask: Bool[Tensor, " B"]) -> CacheState:
         """Return the state, emptied in the lanes where `mask` is true."""
-        kept = ~mask.to(self.valid.device)
-        return replace(self, inner=self.inner.reset(mask), valid=self.valid & kept[:, None])
+        mask = mask.to(self.valid.device)
+        # Zeros, because a NaN or infinity would remain in its lane: NaN times a share of 0 is NaN.
+        hidden = self.hidden.masked_fill(mask[:, None, None], 0)
+        return replace(self, inner=self.inner.reset(mask), hidden=hidden, valid=self.valid & ~mask[:, None])
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the state as named tensors, lanes first."""

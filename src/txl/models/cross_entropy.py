@@ -13,7 +13,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from txl.config import validate_temperature
 from txl.native.cross_entropy import compiled_cross_entropy, losses_and_sums, serves, write_gradient
+from txl.native.tensors import transforms_are_active
 
 MAX_LOGITS = 1 << 25
 """Largest number of logits that exist at a time: 128 MiB in float32."""
@@ -24,7 +26,12 @@ _NEVER = -(2**62)
 def nll_at_temperature(
     log_probs: Float[Tensor, "B T V"], targets: Int64[Tensor, "B T"], temperature: float
 ) -> Float[Tensor, "B T"]:
-    """Return -log p of each target after every p is replaced by p^(1/temperature), normalised."""
+    """Return -log p of each target after every p is replaced by p^(1/temperature), normalised.
+
+    Raises:
+        UserError: if the temperature is not a number above 0.
+    """
+    validate_temperature(temperature)
     flattened = (log_probs / temperature).log_softmax(dim=-1)
     return -flattened.gather(-1, targets[..., None]).squeeze(-1)
 
@@ -53,11 +60,11 @@ def linear_cross_entropy(
 
     Returns:
         Losses in float32 (also under autocast), or float64 for float64 inputs. The chunked form has no second
-        derivatives.
+        derivatives; within transforms of `torch.func` all logits are computed at once.
     """
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     compiled = compiled or not torch.is_grad_enabled()
-    if hidden.shape[0] * weight.shape[0] <= max_logits:
+    if hidden.shape[0] * weight.shape[0] <= max_logits or transforms_are_active():
         logits = F.linear(hidden, weight, bias)
         found = compiled_cross_entropy(logits, targets) if compiled else None
         return _pytorch_s(at_least_float32(logits), targets) if found is None else found

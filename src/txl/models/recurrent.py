@@ -27,6 +27,7 @@ from txl.errors import UserError
 from txl.models.costs import LayerCosts, dropout_copies
 from txl.models.cross_entropy import at_least_float32
 from txl.models.family import FamilyModel
+from txl.native.tensors import transforms_are_active
 
 
 def linear_recurrence(
@@ -55,6 +56,8 @@ def linear_recurrence(
     n_position = decay.shape[1]
     if chunk is None:
         chunk = n_position if decay.device.type == "cpu" else math.isqrt(n_position - 1) + 1
+    if transforms_are_active():
+        return _scan(decay, drive, initial, chunk)
     return _LinearRecurrence.apply(decay, drive, initial, chunk)  # pyright: ignore[reportReturnType]
 
 
@@ -119,6 +122,12 @@ _HAS_NO_BFLOAT16 = (
     ("cpu",) if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 )
 """The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (seen with AVX2 alone). LSTMs disable autocast there."""
+
+
+def _computes_in_own_precision(kind: str) -> bool:
+    """Return whether an LSTM on a kind of device disables autocast; no CPU runs an LSTM in float16."""
+    in_float16 = kind == "cpu" and torch.get_autocast_dtype(kind) == torch.float16
+    return in_float16 or kind in (*AUTOCAST_IS_FLOAT16, *_HAS_NO_BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -194,7 +203,7 @@ class LSTMLayer(nn.Module):
     def forward(self, inputs: Float[Tensor, "B T I"], state: LayerState) -> tuple[Float[Tensor, "B T H"], LayerState]:
         """Return h, and the state after the last token."""
         kind = inputs.device.type
-        if kind in (*AUTOCAST_IS_FLOAT16, *_HAS_NO_BFLOAT16) and torch.is_autocast_enabled(kind):
+        if torch.is_autocast_enabled(kind) and _computes_in_own_precision(kind):
             with torch.autocast(kind, enabled=False):
                 precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
                 return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
@@ -369,8 +378,10 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         """Return h of the last layer, and the state for the next segment; see `LanguageModel.hidden_states`."""
         self._check(state)
         hidden, after = self._embedded(tokens, state), []
-        for number, layer in enumerate(self.layers):
-            hidden, carried = layer(hidden if number == 0 else self.dropout_between(hidden), state.layers[number])
+        for number, (layer, before) in enumerate(zip(self.layers, state.layers, strict=True)):
+            if torch.is_grad_enabled():  # the backward pass cannot keep tensors of inference mode
+                before = tuple(each.clone() if each.is_inference() else each for each in before)
+            hidden, carried = layer(hidden if number == 0 else self.dropout_between(hidden), before)
             after.append(carried)
         return hidden, RecurrentState(tuple(after)).detach()
 

@@ -49,6 +49,11 @@ def readable(*tensors: Tensor) -> bool:
     )
 
 
+def transforms_are_active() -> bool:
+    """Return whether a transform of `torch.func` is active; this project's own backward passes support none."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
 def _stands_for_others(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -10,7 +10,7 @@ tokens, but fewer if the text repeats itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
 from txl.config import DataConfig, RunConfig, validate, with_options
@@ -167,18 +167,22 @@ def choose(
 
     at = (0, 0)
     best = tried(*at)
+    if not math.isfinite(best.expected):
+        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
+    check_steps(best, seconds)  # of the smallest model; larger ones would be timed in vain
     while True:
         larger = [(at[0] + 1, at[1]), (at[0], at[1] + 1)]
         larger = [each for each in larger if each[0] < len(SHAPES) and each[1] < len(BATCHES)]
         choices = {each: tried(*each) for each in larger}
-        better = [each for each in larger if choices[each].expected < best.expected]
+        better = [
+            each
+            for each in larger
+            if choices[each].expected < best.expected and choices[each].run.train.steps >= FEWEST_STEPS
+        ]
         if not better:
             break
         at = min(better, key=lambda each: choices[each].expected)
         best = choices[at]
-    if not math.isfinite(best.expected):
-        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
-    check_steps(best, seconds)
     validate(best.run)
     return replace(best, tried=len(seen))
 
@@ -257,7 +261,9 @@ def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
     return A / size**ALPHA + B / worth**BETA
 
 
-def reasons(choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float) -> tuple[str, str, str]:
+def reasons(
+    choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float, given: Container[str] = ()
+) -> tuple[str, str, str]:
     """Return three lines that describe a choice and its reasons: text, model and training.
 
     Args:
@@ -265,13 +271,14 @@ def reasons(choice: ChosenRun, text: TokenizedText, minutes: float, prepared: fl
         text: training text.
         minutes: number of minutes that the user gave.
         prepared: time that preparing the text took, in seconds.
+        given: names of the user's options.
     """
     facts, run = text.facts, choice.run
     script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text"
     unit = {"bpe": f"{text.vocab_size:,} byte pairs", "byte": "bytes", "char": "characters"}[run.data.unit]
     per_token = f", {facts.bytes / text.train_tokens:.2f} bytes each" if run.data.unit == "bpe" else ""
     why = ""
-    if run.data.unit == "byte" and facts.is_text:
+    if run.data.unit == "byte" and facts.is_text and "data.unit" not in given:
         why = " (byte pairs would take too long to prepare)"
     model, train = run.model, run.train
     rate = f", dropout {model.dropout:g}" if model.dropout else ""

@@ -26,6 +26,8 @@ _COLUMNS = 640
 _ROWS = 48
 """Largest number of labelled rows of a close-up; of more rows, only every second, third ... is labelled."""
 _LISTED = 12
+_NEEDED = {"settings", "heads", "even", "farthest", "terms", "positions"}
+"""Fields of a record besides its format."""
 _C_LEFT_OUT = " Term (c), the global content bias, does not depend on position."
 _TERMS = {"a": "(a) content", "b": "(b) content-dependent position", "d": "(d) global position bias"}
 # From little attention to much; grey marks positions that a token does not see. The darkest colour differs from INK by
@@ -42,6 +44,8 @@ def read_record(path: Path) -> JsonObject:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         found = record.get("format") if isinstance(record, dict) else None
         raise UserError(f"{path}: of format {found!r}; {again}")
+    if missing := sorted(_NEEDED - record.keys()):
+        raise UserError(f"{path}: damaged (no {missing[0]}); {again}")
     return record
 
 
@@ -306,7 +310,7 @@ def _fall(record: JsonObject) -> str:
 def _label(text: str) -> str:
     if not text:
         return "…"  # a byte that completes no character
-    shown = text.strip() or ("⏎" if "\n" in text else "␣")
+    shown = plain(text.strip()) or ("⏎" if "\n" in text else "␣")
     return shown if len(shown) <= 14 else f"{shown[:13]}…"
 
 

@@ -22,6 +22,7 @@ from txl.runs.events import (
 )
 
 _BEGINNINGS = {EventName.START, EventName.RESUME}
+_RETURNS = _BEGINNINGS | {EventName.ROLLBACK}
 _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 
 
@@ -49,7 +50,9 @@ class Findings:
     stopped: ReasonEvent | None
     """The `stop` event, if training stopped before its end and has not been resumed since."""
     ended: bool
-    """True if the last configured step has been trained."""
+    """True if the last configured step has been trained, or training has ended before it by itself."""
+    converged: bool
+    """True if training ended because the validation loss no longer improved (`train.patience`)."""
     diverged: str | None
     """Reason why the trained model is unusable; None if it is usable."""
 
@@ -86,14 +89,19 @@ class Findings:
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
 
 
-def findings(events: Sequence[JsonObject]) -> Findings | None:
-    """Return the contents of a log that reports use; None for a log without a `start` or `resume` event."""
+def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Findings | None:
+    """Return the contents of a log that reports use; None for a log without a `start` or `resume` event.
+
+    Args:
+        events: events of a run's log.
+        checkpoint: name of the checkpoint that commands read by default, which the result prefers; None: no preference.
+    """
     stretches = select(events, StartEvent)
     if not stretches:
         return None
     start = stretches[-1]
     rows, curves = _evaluations(events, start)
-    result, without = _result(rows, start)
+    result, without = _result(rows, start, checkpoint)
     if result is not None:
         of_result = (result["corpus"], result["split"])
         curves = [curve for curve in curves if (curve[0]["corpus"], curve[0]["split"]) == of_result]
@@ -115,7 +123,9 @@ def findings(events: Sequence[JsonObject]) -> Findings | None:
         samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
         stopped=next(iter(select([last], ReasonEvent, EventName.STOP)), None),
-        ended=max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
+        ended=last["event"] == EventName.END
+        or max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
+        converged=bool(last.get("converged")),
         diverged=last.get("diverged"),
     )
 
@@ -176,22 +186,26 @@ def _own_way(row: Evaluation, start: StartEvent) -> bool:
     split = corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
     is_whole = split is None or tokens_read(row) == split.get("tokens", tokens_read(row))
     values: Mapping[str, object] = row
-    same = all(values[name] == own[name] for name in ("temperature", "segment", "batch_size") if name in own)
+    names = ("temperature", "segment", "batch_size", "clamp_len")
+    same = all(values[name] == own[name] for name in names if name in own)
     return same and is_whole and row["dtype"] == "float32" and not row["sliding"] and not row["exhaustive"]
 
 
-def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | None, Evaluation | None]:
+def _result(
+    rows: list[Evaluation], start: StartEvent, checkpoint: str | None
+) -> tuple[Evaluation | None, Evaluation | None]:
     """Return the result and the corresponding evaluation without memory.
 
-    The result is an evaluation on the test split, if possible of the training corpus and in the run's own way
-    (`_own_way`), from the newest group of evaluations with equal checkpoint, targets and settings (`_targets`). From
-    this group it has the memory length of the configuration's test settings, or else the largest memory length: the
-    choice never depends on the loss.
+    The result is an evaluation on the test split, if possible of the training corpus, of the default checkpoint and in
+    the run's own way (`_own_way`), from the newest group of evaluations with equal checkpoint, targets and settings
+    (`_targets`). From this group it has the memory length of the configuration's test settings, or else the largest
+    memory length: the choice never depends on the loss.
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     # With a cache or dynamic evaluation, the loss is not that of the trained model alone.
     rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
+    rows = [row for row in rows if row["checkpoint"] == checkpoint] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
     if not rows:
         return None, None
@@ -206,12 +220,12 @@ def _result(rows: list[Evaluation], start: StartEvent) -> tuple[Evaluation | Non
 
 
 def _kept(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[JsonObject]:
-    """Return the newest event of each step: a run that resumed from an earlier checkpoint logged some steps twice."""
+    """Return the newest event of each step: after a resume or a rollback, a run logs some steps a second time."""
     by_step: dict[int, JsonObject] = {}
     for event in events:
-        if event["event"] in _BEGINNINGS:
+        if event["event"] in _RETURNS:
             by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
-        elif event["event"] == kind and math.isfinite(event[loss]):
+        elif event["event"] == kind and math.isfinite(event.get(loss, math.nan)):
             by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]
 

@@ -124,7 +124,7 @@ def write_recl(folder: Path, result: JsonObject, command: Sequence[str]) -> list
     }
     for name, text in texts.items():
         with replacing(folder / name) as temporary:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         written.append(folder / name)
     return written
 

@@ -27,7 +27,7 @@ from txl.reporting.wording import (
     window_text,
 )
 from txl.runs.directory import RunDirectory
-from txl.runs.events import Evaluation, SampleEvent
+from txl.runs.events import Evaluation, SampleEvent, TrainEvent
 from txl.units import duration_text, measure_name, quality, quality_text, token_name
 
 _SAMPLES, _SAMPLE_CHARACTERS, _OTHERS = 6, 3000, 12
@@ -61,7 +61,8 @@ def write_report(
     run_directory = RunDirectory(directory)
     config = run_directory.config()
     events = run_directory.events()
-    found = findings(events)
+    checkpoint = default_checkpoint(run_directory)
+    found = findings(events, checkpoint)
     if found is None or not found.train:
         raise UserError(
             f"{directory}: nothing has been trained here (log.jsonl has no train line), and a report is about "
@@ -72,7 +73,7 @@ def write_report(
     if found.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):
         measured, problem = measure_compression(run_directory, found, data_dir, after_training_text)
         if measured is not None:
-            found = findings([*events, measured]) or found
+            found = findings([*events, measured], checkpoint) or found
     path = Path(out) if out is not None else run_directory.path / "report.html"
     name = str(directory)
     body = [
@@ -109,6 +110,9 @@ def _header(config: RunConfig, found: Findings) -> str:
         if found.stopped is not None:
             state += f", stopped at step {found.stopped['step']:,} ({found.stopped['reason']})"
         state = note(f"{state}. The same `txl train` command goes on from the last checkpoint.", "warning")
+    elif found.converged and last["step"] < found.start["config"]["train"]["steps"]:
+        steps = found.start["config"]["train"]["steps"]
+        state = note(f"Training ended before step {steps:,}, because the validation loss no longer improved.")
     elif found.diverged is not None:
         state = note(f"Training diverged, and this model is of no use: {found.diverged}.", "warning")
     return f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p>{state}</header>"
@@ -141,8 +145,10 @@ def _training(config: RunConfig, found: Findings) -> str:
             f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} ("
             f"{quality_text(found.best['nll'], found.unit)} {measure_name(found.unit)}) at step {found.best['step']:,}."
         )
+    read = _read(last)
+    targets = "" if read == last["tokens"] else f" ({last['tokens']:,} of them counted in the loss)"
     lead = (
-        f"{last['tokens']:,} tokens, {last['tokens'] / tokens:.3g} times the training split, at {found.speed:,.0f} "
+        f"{read:,} tokens{targets}, {read / tokens:.3g} times the training split, at {found.speed:,.0f} "
         f"tokens/s (median of the log’s lines; evaluating and saving not counted).{best}"
     )
     norm = f"clipped above {config.train.clip:g}" if config.train.clip else "not clipped"
@@ -321,7 +327,7 @@ def _circumstances(found: Findings) -> str:
     rows = [
         ("processor", f"{hardware['cpu']}"),
         ("cores", f"{hardware['cores']} usable, {counted(hardware.get('threads', hardware['cores']), 'thread')}"),
-        ("memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB"),
+        ("memory", f"{hardware['memory_bytes'] / 2**30:.1f} GiB" if hardware["memory_bytes"] else "unknown"),
         ("device", hardware.get("gpu", hardware["device"])),
         *([("attention", found.start["attention"])] if "attention" in found.start else []),
         *((name, str(version)) for name, version in software.items()),
@@ -343,18 +349,32 @@ def _command(words: list[str]) -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
 
+def _read(line: TrainEvent) -> int:
+    """Return the number of tokens that training has read; logs of earlier versions have only that of targets."""
+    return line.get("tokens_read", line["tokens"])
+
+
 def _day(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
 
 
-def summary_lines(events: Sequence[JsonObject], report: Path | None = None) -> list[str]:
+def default_checkpoint(run: RunDirectory) -> str | None:
+    """Return the name of the checkpoint that commands read by default; None if there is none."""
+    try:
+        return run.checkpoint().name
+    except UserError:
+        return None
+
+
+def summary_lines(events: Sequence[JsonObject], report: Path | None = None, checkpoint: str | None = None) -> list[str]:
     """Return a summary: result with and without memory, compressors on the same bytes, size and speed, report path.
 
     Args:
         events: events of a run's log.
         report: path of the report; None: the last line names the command that writes one.
+        checkpoint: as in `findings`.
     """
-    found = findings(events)
+    found = findings(events, checkpoint)
     if found is None or not found.train:
         return ["nothing has been trained here yet: run txl train"]
     hardware, train = found.start["hardware"], found.start["config"]["train"]
@@ -362,7 +382,7 @@ def summary_lines(events: Sequence[JsonObject], report: Path | None = None) -> l
     return [
         _result_line(found),
         *_compressor_lines(found),
-        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens']:,} tokens trained on in "
+        f"{found.start['total_parameters']:,} parameters, {_read(found.train[-1]):,} tokens trained on in "
         f"{train['dtype']} at {found.speed:,.0f} tokens/s on {place}",
         "report: run txl report DIR" if report is None else f"report: {report}",
     ]

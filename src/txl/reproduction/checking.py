@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from txl.config import RunConfig
@@ -11,7 +12,7 @@ from txl.files import JsonObject
 from txl.reproduction.converging import at_rate, recipe_of
 from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.measuring import context_lengths, context_targets
-from txl.reproduction.recorded import result_path
+from txl.reproduction.recorded import check_form, result_path
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition
 from txl.runs.directory import of_today
@@ -66,6 +67,20 @@ def _check_configuration(
         before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
     if changed := changes(before.to_dict(), configured.to_dict()):
         raise UserError(f"{path} is of another configuration: {', '.join(changed)}; {remedy}")
+
+
+def check_stored(result: JsonObject, path: Path, needed: Sequence[str]) -> None:
+    """Refuse a stored result that lacks something that a page is made from.
+
+    Args:
+        result: measurements of a row.
+        path: its file.
+        needed: names of the measures that it must have.
+    """
+    try:
+        check_form(result, needed)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); delete it to measure anew") from None
 
 
 def check_groups(folder: Path, definition: Definition, seed: int) -> None:

@@ -140,6 +140,8 @@ def tune(
     path = folder / f"{recipe}.json"
     stored: Tuned | None = stored_json(path)
     if stored is not None:
+        if not Tuned.__annotations__.keys() <= stored.keys():
+            raise UserError(f"{path}: damaged (no learning rate); delete it to tune anew")
         return stored
     tried: dict[float, Tried] = {}
     waiting = list(rules.factors)

@@ -32,7 +32,7 @@ from txl.errors import RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import measure_cache
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
-from txl.reproduction.checking import check_groups, check_measured
+from txl.reproduction.checking import check_groups, check_measured, check_stored
 from txl.reproduction.configuring import NotTrained, configure
 from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
 from txl.reproduction.folder import Busy, Folder, stored_json
@@ -181,10 +181,9 @@ class Experiment:
                 )
         for result in rows:
             for seed in range(1, self.seeds + 1):
-                path = self._result_path(result.row.key, seed)
-                stored = stored_json(path)
-                if stored is not None and "config" in stored:
-                    check_measured(stored, str(path), _REMEDY, result.config, seed, corpus, self.scale)
+                if (stored := self._stored(result, seed)) is not None:
+                    path = str(self._result_path(result.row.key, seed))
+                    check_measured(stored, path, _REMEDY, result.config, seed, corpus, self.scale)
         if self.definition.kind == "context":
             for seed in range(1, self.seeds + 1):
                 check_groups(self.out, self.definition, seed)
@@ -193,6 +192,15 @@ class Experiment:
         # Each product has its own results; tables of one experiment share results.
         product = self.definition.product
         return result_path(self.out, key if product is None else f"{product}/{key}", seed)
+
+    def _stored(self, result: RowResult, seed: int) -> JsonObject | None:
+        """Return the stored result of a row; None if there is none, or if files that it names are gone."""
+        path = self._result_path(result.row.key, seed)
+        stored = stored_json(path)
+        if stored is None:
+            return None
+        check_stored(stored, path, self.definition.measures)
+        return stored if all((self.out / name).exists() for name in stored.get("files", ())) else None
 
     def _over_seeds(self, results: list[RowResult], one: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then every model with the next: each seed's table is complete in turn.
@@ -233,8 +241,7 @@ class Experiment:
     def _load(self, result: RowResult) -> None:
         """Load the stored results of a row; a row without any is marked as not finished."""
         for seed in range(1, self.seeds + 1):
-            stored = stored_json(self._result_path(result.row.key, seed))
-            if stored is not None:
+            if (stored := self._stored(result, seed)) is not None:
                 self._take(result, seed, stored)
         if not result.by_seed:
             result.status = "not finished"
@@ -243,20 +250,22 @@ class Experiment:
         """Load all results of a row that failed here, if another process has stored them."""
         for seed in range(1, self.seeds + 1):
             with self._in_turn(self._part(result, seed)):
-                stored = stored_json(self._result_path(result.row.key, seed))
+                stored = self._stored(result, seed)
             if stored is None:
                 return
             self._take(result, seed, stored)
         result.status, result.reason = "done", ""
 
     def _once(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
-        path = self._result_path(result.row.key, seed)
-        if not path.exists():
+        stored = self._stored(result, seed)
+        if stored is None:
             with self._folder.working_on(self._part(result, seed)):
-                if not path.exists():  # another process may have finished just now
-                    self._do(result, seed, path, one)
-        if result.status == "done":
-            self._take(result, seed, stored_json(path))
+                stored = self._stored(result, seed)  # another process may have finished just now
+                if stored is None:
+                    self._do(result, seed, one)
+                    stored = self._stored(result, seed) if result.status == "done" else None
+        if stored is not None:
+            self._take(result, seed, stored)
 
     def _take(self, result: RowResult, seed: int, stored: JsonObject) -> None:
         result.by_seed[seed] = stored
@@ -282,7 +291,7 @@ class Experiment:
                     time.sleep(_WAIT)
             yield
 
-    def _do(self, result: RowResult, seed: int, path: Path, one: Callable[[RowResult, int], JsonObject]) -> None:
+    def _do(self, result: RowResult, seed: int, one: Callable[[RowResult, int], JsonObject]) -> None:
         """Measure a row with a seed and store the result; if this fails, set the reason in the row."""
         try:
             measured = one(result, seed)
@@ -295,6 +304,7 @@ class Experiment:
             result.reason = " ".join(f"seed {seed}: {error or type(error).__name__}".split())
             self._say(f"{result.row.key} failed: {result.reason}")
             return
+        path = self._result_path(result.row.key, seed)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(measured) + "\n")
 
@@ -425,7 +435,10 @@ class Experiment:
             stored = longest_segment(run, budget, vocab_size, self.device).to_dict() | {"device": self.device}
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, json.dumps(stored) + "\n")
-        return int(stored["segment"])
+        segment = stored.get("segment")
+        if type(segment) is not int or segment < 1:
+            raise UserError(f"{path}: damaged (no length of a segment); delete it to measure anew")
+        return segment
 
     def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
         """Return the corpus to train on: the given one, or its sentences in random order if the table needs this."""

@@ -8,6 +8,7 @@ lacks is trained. Tuned learning rates are taken too, so that new seeds train at
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition
 from txl.runs.directory import of_today
 
+_COUNTS = {"parameters", "steps", "tokens", "training_seconds", "measuring_seconds"}
+"""Numbers that results have, except those of Table 9 and of a continuous cache."""
 _MAY_DIFFER = "dtype"
 """Entry of a scale's record that may differ between seeds: another machine may be fast in other arithmetic."""
 
@@ -72,7 +75,7 @@ def recorded_results(
         _expect(isinstance(origin["hardware"]["cpu"], str), "no name of a processor")
         found = [Recorded(path, *each) for each in _results(record, definition, origin)]
         for each in found:
-            _check_form(each.result, needed)
+            check_form(each.result, needed)
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -161,9 +164,17 @@ def _results(record: JsonObject, definition: Definition, origin: JsonObject) -> 
             yield wanted.key, seed, result
 
 
-def _check_form(result: JsonObject, needed: Sequence[str]) -> None:
-    """Raise one of the errors of `recorded_results` if a result lacks something that a page is made from."""
-    numbers = {name: result[name] for name in needed}
+def check_form(result: JsonObject, needed: Sequence[str]) -> None:
+    """Check that a result has all that a page is made from.
+
+    Args:
+        result: a result, recorded or stored.
+        needed: names of the measures that it must have.
+
+    Raises:
+        AttributeError, IndexError, KeyError, TypeError, ValueError: for what is missing or of another kind.
+    """
+    numbers = {name: result[name] for name in (*needed, *(_COUNTS & result.keys()))}
     for point in result.get("curve", ()):
         numbers |= {f"{name} of the point at {point['length']}": point[name] for name in ("length", "nll")}
     if (tuned := result.get("rates")) is not None:
@@ -176,8 +187,17 @@ def _check_form(result: JsonObject, needed: Sequence[str]) -> None:
         numbers |= {f"loss at {int(length)}": loss for length, loss in context["curve"].items()}
         for gain in context["gains"]:
             numbers |= {f"gain from {gain['short']} to {gain['long']}": gain["gain"]}
-    missing = [name for name, value in numbers.items() if not isinstance(value, (int, float))]
+    losses = {int(length): each for length, each in result.get("losses", {}).items()}
+    _expect(len({len(each) for each in losses.values()}) <= 1, "contexts with losses of different targets")
+    for length, each in losses.items():
+        numbers |= {f"losses at {length}": float("nan") for loss in each if not _is_number(loss)}
+    _expect(all(isinstance(each, str) for each in result.get("files", ())), "no names of files")
+    missing = [name for name, value in numbers.items() if not _is_number(value)]
     _expect(not missing, f"no number in {', '.join(missing)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _expect(present: bool, missing: str) -> None:

@@ -32,9 +32,12 @@ def check_source(source: Path, scale: Scale, text: str) -> None:
     stored = stored_json(source / "experiment.json")
     if not isinstance(stored, dict):
         raise UserError(f"--reuse {source}: not a reproduction's folder (it has no experiment.json)")
+    scale_there = of_today(stored).get("scale", {})
+    if not isinstance(scale_there, dict):
+        raise UserError(f"--reuse {source}: its experiment.json is damaged (no scale); give another folder")
     there, wanted = (
         {"scale": {name: values.get(name) for name in _TRAINING}, "text": identity}
-        for values, identity in ((of_today(stored).get("scale", {}), stored.get("text")), (scale.to_dict(), text))
+        for values, identity in ((scale_there, stored.get("text")), (scale.to_dict(), text))
     )
     if changed := changes(there, wanted):
         raise UserError(f"--reuse {source} has models of another training: {', '.join(changed)}")
