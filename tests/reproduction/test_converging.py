@@ -67,7 +67,7 @@ def test_rates_at_which_all_diverges_are_refused(tmp_path):
 def test_a_recipe_that_averages_keeps_its_schedule():
     run = micro_run(100)
     train = with_convergence(run, RULES).train
-    assert (train.schedule, train.decay_share) == ("plateau", 0.25)
+    assert (train.schedule, train.decay_share, train.plateau_patience) == ("plateau", 0.25, 2)
     run.train = dataclasses.replace(run.train, schedule="constant", average_patience=5, optimizer="sgd")
     train = with_convergence(run, RULES).train
     assert (train.schedule, train.patience, train.average_patience, train.eval_every) == ("constant", 7, 5, 25)

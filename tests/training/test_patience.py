@@ -34,6 +34,21 @@ def test_the_rate_falls_and_training_ends_where_evaluations_get_no_better(losses
     assert not has_converged(losses, TrainConfig())
 
 
+@pytest.mark.parametrize(
+    ("losses", "divisor"),
+    [
+        ([3.0, 3.1, 2.0, 2.1, 1.0, 1.1], 1),  # noise of one evaluation
+        ([3.0, 3.1, 3.1, 2.0, 2.1], 4),
+        ([3.0, 3.1, 3.1, 3.1], 4),
+        ([3.0, 3.1, 3.1, 3.1, 3.1, 2.9, 3.0, 3.0], 64),
+        ([float("nan"), float("nan"), 3.0], 4),
+    ],
+)
+def test_the_rate_falls_after_several_evaluations_that_get_no_better(losses, divisor):
+    config = TrainConfig(schedule="plateau", plateau_patience=2, learning_rate=1.0)
+    assert learning_rate(1000, config, losses) == 1 / divisor
+
+
 def test_a_plateau_that_comes_to_the_last_step_ends_at_a_low_rate():
     config = TrainConfig(schedule="plateau", steps=100, decay_share=0.25, learning_rate=1.0)
     assert [learning_rate(step, config) for step in (0, 74, 75, 80, 90, 100)] == pytest.approx([1, 1, 1, 0.8, 0.4, 0])
@@ -86,6 +101,8 @@ def test_when_it_is_evaluated_is_part_of_such_a_run(story, data_dir, tmp_path):
         ({"train.patience": "0"}, "train.patience is 0"),
         ({"train.patience": "2", "train.eval_every": "0"}, "train.patience needs evaluations"),
         ({"train.schedule": "plateau", "train.eval_every": "0"}, "train.schedule plateau needs evaluations"),
+        ({"train.plateau_patience": "2"}, "train.plateau_patience is 2, but train.schedule is .*; expected plateau"),
+        ({"train.plateau_patience": "0", "train.schedule": "plateau"}, "train.plateau_patience is 0"),
     ],
 )
 def test_contradictions_are_refused(options, message):

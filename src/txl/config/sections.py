@@ -204,11 +204,17 @@ class TrainConfig:
         "cosine",
         "learning rate after the warm-up. cosine: falls to min_learning_rate; linear: constant, then falls linearly "
         "to min_learning_rate over the last decay_share; inverse_sqrt: falls with the root of the step; constant; "
-        "steps: divided by ten at decay_at; plateau: as linear, and divided by four after each evaluation without a "
-        "new best",
+        "steps: divided by ten at decay_at; plateau: as linear, and divided by four after plateau_patience evaluations "
+        "without a new best",
     )
     decay_share: float = setting(
         0.7, "linear and plateau: share of training, at its end, over which the rate falls", above=0, at_most=1
+    )
+    plateau_patience: int = setting(
+        1,
+        "plateau: evaluations in a row without a new best after which the learning rate is divided by four",
+        at_least=1,
+        expected="1 or more evaluations",
     )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
@@ -367,7 +373,12 @@ class TrainConfig:
         )
 
     def _validate_decay(self) -> None:
-        """Check the rules for `decay_at`; steps that training does not reach are allowed."""
+        """Check the rules for settings of one schedule; steps of `decay_at` that training does not reach are allowed."""
+        if self.schedule != "plateau" and self.plateau_patience != 1:
+            raise UserError(
+                f"train.plateau_patience is {self.plateau_patience}, but train.schedule is {self.schedule}; expected "
+                f"plateau (or 1)"
+            )
         if self.schedule != "steps" and self.decay_at:
             raise UserError(
                 f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "

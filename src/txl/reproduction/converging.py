@@ -30,6 +30,10 @@ class UntilConverged:
     patience: int = 4
     """Number of evaluations in a row without a new best after which training ends. If weights are averaged once
     validation stops improving (AWD-LSTM), training waits for `average_patience` more evaluations."""
+    plateau_patience: int = 2
+    """Number of evaluations in a row without a new best after which the learning rate is divided by four. With 1, noise
+    of a thousandth of a nat divided the rate of some seeds at a third of training, and their perplexity ended 5% above
+    the others' (Penn Treebank)."""
     evaluations: int = 25
     """Number of evaluations up to the cap, at equal distances."""
     factors: tuple[float, ...] = (0.5, 1.0, 2.0)
@@ -79,8 +83,7 @@ def recipe_of(run: RunConfig) -> str:
 def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
     """Return a copy of a configuration that trains until convergence; its number of steps is the cap.
 
-    The learning rate is divided by four after each evaluation without a new best, and falls to zero at the cap. A
-    recipe that averages weights when validation stops improving keeps its own schedule. A Transformer-XL trains with
+    The learning rate is divided by four when evaluations bring no new best, and falls to zero at the cap. A recipe that averages weights when validation stops improving keeps its own schedule. A Transformer-XL trains with
     the machine's fastest attention.
     """
     train = dataclasses.replace(run.train, eval_every=max(1, run.train.steps // rules.evaluations))
@@ -88,7 +91,7 @@ def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
         train.schedule, train.decay_share = "plateau", rules.decay_share
         train.average_from, train.average_mu = None, None
         train.min_learning_rate, train.decay_at, train.average_lr_factor = 0.0, (), 1.0
-        train.patience = rules.patience
+        train.patience, train.plateau_patience = rules.patience, rules.plateau_patience
     else:
         train.patience = rules.patience + train.average_patience
     model = run.model
@@ -116,7 +119,7 @@ def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfi
     train = dataclasses.replace(run.train, steps=steps, patience=None, warmup_steps=warmup)
     train.eval_every = min(train.eval_every, steps)
     if train.schedule == "plateau":
-        train.schedule, train.decay_share = "linear", TrainConfig().decay_share
+        train.schedule, train.decay_share, train.plateau_patience = "linear", TrainConfig().decay_share, 1
     return dataclasses.replace(run, name=f"{run.name}-rate", train=train)
 
 

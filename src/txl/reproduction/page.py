@@ -302,7 +302,8 @@ def _convergence(outcome: Outcome) -> list[str]:
         return []
     lines = [
         f"A row trains until {rules.patience} evaluations in a row are no better than the best before them; its "
-        f"learning rate is divided by four at each that is no better, and falls to zero over the last "
+        f"learning rate is divided by four after {counted(rules.plateau_patience, 'such evaluation')}, and falls to "
+        f"zero over the last "
         f"{rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops improving keeps "
         f"the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in runs of "
         f"{rules.tuning_share:.0%} of the cap whose rate falls to zero."

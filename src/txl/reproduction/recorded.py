@@ -189,8 +189,7 @@ def check_form(result: JsonObject, needed: Sequence[str]) -> None:
             numbers |= {f"gain from {gain['short']} to {gain['long']}": gain["gain"]}
     losses = {int(length): each for length, each in result.get("losses", {}).items()}
     _expect(len({len(each) for each in losses.values()}) <= 1, "contexts with losses of different targets")
-    for length, each in losses.items():
-        numbers |= {f"losses at {length}": float("nan") for loss in each if not _is_number(loss)}
+    _expect(all(_is_number(loss) for each in losses.values() for loss in each), "a loss that is no number")
     _expect(all(isinstance(each, str) for each in result.get("files", ())), "no names of files")
     missing = [name for name, value in numbers.items() if not _is_number(value)]
     _expect(not missing, f"no number in {', '.join(missing)}")

@@ -41,9 +41,9 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
     - linear: the peak, then a line to `min_learning_rate` over the last `decay_share` of all updates (not before the
       end of the warm-up),
     - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
-    - plateau: as linear, divided by four for each of `losses` that is no better than the best before it (as in Zaremba
-      et al. 2014 and others), not below `min_learning_rate`. Because of the line, a run without such losses also ends
-      at a low rate.
+    - plateau: as linear, divided by four whenever `plateau_patience` of `losses` in a row are no better than the best
+      before them (with 1 as in Zaremba et al. 2014 and others), not below `min_learning_rate`. Because of the line, a
+      run without such losses also ends at a low rate.
 
     Cosine and line end where an average of the weights begins (`average_from`); the rate is constant from then on.
 
@@ -67,7 +67,7 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
         line = lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
         if config.schedule == "linear":
             return line
-        return max(lowest, line * 0.25 ** (len(losses) - len(improvements(losses))))
+        return max(lowest, line * 0.25 ** _plateaus(losses, config.plateau_patience))
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
@@ -329,6 +329,19 @@ def improvements(losses: Sequence[float]) -> list[int]:
             better.append(number)
             best = loss
     return better
+
+
+def _plateaus(losses: Sequence[float], patience: int) -> int:
+    """Return how often `patience` evaluations in a row were no better than the best before them."""
+    best, waited, found = math.inf, 0, 0
+    for loss in losses:
+        if loss < best:
+            best, waited = loss, 0
+        else:
+            waited += 1
+        if waited == patience:
+            waited, found = 0, found + 1
+    return found
 
 
 def has_converged(losses: Sequence[float], config: TrainConfig) -> bool:
