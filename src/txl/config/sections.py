@@ -373,7 +373,7 @@ class TrainConfig:
         )
 
     def _validate_decay(self) -> None:
-        """Check the rules for settings of one schedule; steps of `decay_at` that training does not reach are allowed."""
+        """Check the rules for settings of one schedule; `decay_at` may have steps that training does not reach."""
         if self.schedule != "plateau" and self.plateau_patience != 1:
             raise UserError(
                 f"train.plateau_patience is {self.plateau_patience}, but train.schedule is {self.schedule}; expected "

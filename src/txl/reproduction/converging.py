@@ -83,8 +83,9 @@ def recipe_of(run: RunConfig) -> str:
 def with_convergence(run: RunConfig, rules: UntilConverged) -> RunConfig:
     """Return a copy of a configuration that trains until convergence; its number of steps is the cap.
 
-    The learning rate is divided by four when evaluations bring no new best, and falls to zero at the cap. A recipe that averages weights when validation stops improving keeps its own schedule. A Transformer-XL trains with
-    the machine's fastest attention.
+    The learning rate is divided by four when evaluations bring no new best, and falls to zero at the cap. A recipe that
+    averages weights when validation stops improving keeps its own schedule. A Transformer-XL trains with the machine's
+    fastest attention.
     """
     train = dataclasses.replace(run.train, eval_every=max(1, run.train.steps // rules.evaluations))
     if train.average_patience is None:

@@ -20,7 +20,7 @@ from txl.files import JsonObject, write_whole
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.page import escape, figure, note, page, pairs, section, table
 from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
-from txl.reporting.wording import short_name
+from txl.reporting.wording import counted, short_name
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.outcome import (
     GroupGains,
@@ -303,8 +303,7 @@ def _convergence(outcome: Outcome) -> list[str]:
     lines = [
         f"A row trains until {rules.patience} evaluations in a row are no better than the best before them; its "
         f"learning rate is divided by four after {counted(rules.plateau_patience, 'such evaluation')}, and falls to "
-        f"zero over the last "
-        f"{rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops improving keeps "
+        f"zero over the last {rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops improving keeps "
         f"the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in runs of "
         f"{rules.tuning_share:.0%} of the cap whose rate falls to zero."
     ]
