@@ -1,5 +1,6 @@
 """The tables as data: every row is valid or flagged, and the paper's numbers are as printed."""
 
+import dataclasses
 import re
 from collections import Counter
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from tests.reproduction.printed import PRINTED
 
-from txl.config import DataConfig, validate, with_options
+from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import presets
@@ -19,6 +20,7 @@ from txl.reproduction.configuring import (
     fitted,
     with_equal_tokens,
 )
+from txl.reproduction.converging import UntilConverged
 from txl.reproduction.scales import PAPER, SMALL, TINY
 from txl.training.estimate import estimate
 
@@ -215,6 +217,24 @@ def test_equal_memory_gives_the_longest_segment_and_equal_tokens():
     longer.train.segment += 1
     assert estimate(longer, 1000).total_bytes > budget
     assert estimated_segment(first, first, 1000) == first.train.segment
+
+
+def test_equal_memory_is_that_of_rows_as_they_are_trained():
+    """Until convergence no weights are averaged and attention is the machine's fastest; both rows are measured so."""
+    table, data = definitions()["table10"], DataConfig(corpus="ptb", unit="word")
+    measured = []
+
+    def fit(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
+        measured.extend((run, other))
+        return 80
+
+    until_converged = dataclasses.replace(SMALL, until_converged=UntilConverged())
+    trained = configure(table, table.row("no-recurrence"), until_converged, data, 1000, fit)
+    assert trained.train.segment == 80
+    for run in measured:
+        assert (run.train.schedule, run.train.average_from) == ("plateau", None)
+        assert isinstance(run.model, TransformerXLConfig)
+        assert run.model.attention == "fastest"
 
 
 def test_another_segment_keeps_tokens_and_where_averaging_begins():

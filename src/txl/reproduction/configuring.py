@@ -65,9 +65,9 @@ def configure(
         run = fitted(run, field, vocab_size, target)
     if row.equal_memory_with is not None:
         other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
-        run = with_equal_tokens(run, fit_segment(run, other, vocab_size))
-    if scale.until_converged is not None:
-        run = with_convergence(run, scale.until_converged)
+        # Both as they are trained: an average of weights or another attention would take other memory.
+        run = with_equal_tokens(run, fit_segment(_as_trained(run, scale), other, vocab_size))
+    run = _as_trained(run, scale)
     if run.model.mem_len == 0:
         run.model = model_with(run.model, {"window": None})
         run.eval = dataclasses.replace(
@@ -75,6 +75,10 @@ def configure(
         )
     validate(run)
     return run
+
+
+def _as_trained(run: RunConfig, scale: Scale) -> RunConfig:
+    return run if scale.until_converged is None else with_convergence(run, scale.until_converged)
 
 
 def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
