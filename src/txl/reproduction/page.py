@@ -303,9 +303,9 @@ def _convergence(outcome: Outcome) -> list[str]:
     lines = [
         f"A row trains until {rules.patience} evaluations in a row are no better than the best before them; its "
         f"learning rate is divided by four after {counted(rules.plateau_patience, 'such evaluation')}, and falls to "
-        f"zero over the last {rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops improving keeps "
-        f"the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in runs of "
-        f"{rules.tuning_share:.0%} of the cap whose rate falls to zero."
+        f"zero over the last {rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops "
+        f"improving keeps the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in "
+        f"runs of {rules.tuning_share:.0%} of the cap whose rate falls to zero."
     ]
     return [note(each) for each in [*lines, *(f"Learning rate of {each}." for each in tuned_rates(outcome))]]
 
