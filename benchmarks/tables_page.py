@@ -161,12 +161,14 @@ def draw(output: Record, figure: Figure) -> None:
     """Draw the values of all seeds, one line per row."""
     axes = figure.add_subplot()
     rows = plotted(output)
+    every = [value for _, values in rows for value in values]
+    digits = 1 if max(every) - min(every) < 10 else 0
     for place, (key, values) in enumerate(reversed(rows)):
         color = ACCENT if key.startswith("xl") else SECOND
         axes.plot(values, [place] * len(values), "o", markersize=5, alpha=0.8, color=color)
         mean = sum(values) / len(values)
         axes.annotate(
-            f"{mean:,.3f}" if mean < 10 else f"{mean:,.0f}", (max(values), place), xytext=(7, 0),
+            f"{mean:,.3f}" if mean < 10 else f"{mean:,.{digits}f}", (max(values), place), xytext=(7, 0),
             textcoords="offset points", va="center", fontsize=8, color=INK,
         )  # fmt: skip
     axes.set_yticks(range(len(rows)), [key for key, _ in reversed(rows)], fontsize=8.5)
