@@ -82,13 +82,10 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train and measure the rows that are not done yet, and write the page."""
-    from txl.processes import process_count
     from txl.reproduction.catalogue import find_definition
     from txl.reproduction.converging import UntilConverged
     from txl.reproduction.scales import find_scale
 
-    if process_count() > 1:
-        raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
     definition = find_definition(arguments.what)
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     scale = scale.with_dtype(arguments.dtype)
@@ -121,10 +118,13 @@ def run(arguments: argparse.Namespace) -> None:
             )
         return
     from txl.allocator import keep_freed_memory
+    from txl.processes import process_count
     from txl.reproduction.experiment import Experiment, circumstances, default_folder
     from txl.reproduction.outcome import gather, markdown
     from txl.reproduction.page import write_outcome
 
+    if process_count() > 1:
+        raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
     keep_freed_memory()
     device = pick_device(arguments.device)
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
