@@ -38,8 +38,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.is_symlink():
         path = path.resolve()
-    if not path.name:
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
@@ -51,6 +49,11 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def is_replaceable(path: Path) -> bool:
+    """Return whether a new file may take this path: a device or a named pipe must be written to instead."""
+    return path.is_file() or not path.exists()
 
 
 def remove_partials(path: Path) -> list[Path]:
@@ -82,9 +85,8 @@ def write_whole(path: Path, text: str) -> None:
 
     A device or a named pipe is written to, not replaced. Bytes of a file's name that are not UTF-8 become escapes.
     """
-    is_stream = path.exists() and not path.is_file() and not path.is_dir()
     try:
-        with nullcontext(path) if is_stream else replacing(path) as written:
+        with replacing(path) if is_replaceable(path) else nullcontext(path) as written:
             written.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None

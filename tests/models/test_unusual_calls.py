@@ -6,6 +6,8 @@ import copy
 import pickle
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,6 +123,20 @@ def test_a_reset_lane_forgets_nan(n_token, gradients):
     torch.testing.assert_close(got[:1], expected, atol=1e-5, rtol=1e-5)
 
 
+def in_threads(works: Sequence[Callable[[], None]]) -> None:
+    """Do works at the same time, with a change of threads after nearly every instruction."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    try:
+        threads = [threading.Thread(target=work) for work in works]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_a_place_is_given_to_one_thread():
     buffers, takers, got = StreamBuffers(100_000), 4, []
     begin = threading.Barrier(takers)
@@ -129,16 +145,7 @@ def test_a_place_is_given_to_one_thread():
         begin.wait()
         got.append([end for end in range(20_000) if buffers.take(end, 1)])
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-7)
-    try:
-        threads = [threading.Thread(target=take) for _ in range(takers)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(before)
+    in_threads([take] * takers)
     places = [place for each in got for place in each]
     assert len(places) == len(set(places)) == buffers.written
     assert copy.deepcopy(buffers).written == pickle.loads(pickle.dumps(buffers)).written == buffers.written
@@ -275,16 +282,7 @@ def test_threads_read_segments_of_several_lengths():
         except RuntimeError as error:
             failed.append(error)
 
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=reads, args=(each,)) for each in lengths]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-    finally:
-        sys.setswitchinterval(before)
+    in_threads([partial(reads, each) for each in lengths])
     assert not failed
     for n_token in lengths:
         torch.testing.assert_close(got[n_token], expected[n_token])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from txl.errors import UserError
-from txl.files import remove_partials, replacing, with_null
+from txl.files import is_replaceable, remove_partials, replacing, with_null
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -150,7 +150,7 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
         yield sys.stdout.buffer if binary else sys.stdout
         return
     path = Path(out)
-    whole = path.is_file() or not path.exists()
+    whole = is_replaceable(path)
     if whole:
         for left in remove_partials(path):
             say(f"note: {left}, which a killed process had left, was removed")

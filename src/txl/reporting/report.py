@@ -145,7 +145,7 @@ def _training(config: RunConfig, found: Findings) -> str:
             f" The lowest validation loss was {found.best['nll']:.4f} nats per {token_name(found.unit)} ("
             f"{quality_text(found.best['nll'], found.unit)} {measure_name(found.unit)}) at step {found.best['step']:,}."
         )
-    read = _read(last)
+    read = _tokens_read(last)
     targets = "" if read == last["tokens"] else f" ({last['tokens']:,} of them counted in the loss)"
     lead = (
         f"{read:,} tokens{targets}, {read / tokens:.3g} times the training split, at {found.speed:,.0f} "
@@ -349,7 +349,7 @@ def _command(words: list[str]) -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
 
-def _read(line: TrainEvent) -> int:
+def _tokens_read(line: TrainEvent) -> int:
     """Return the number of tokens that training has read; logs of earlier versions have only that of targets."""
     return line.get("tokens_read", line["tokens"])
 
@@ -382,7 +382,7 @@ def summary_lines(events: Sequence[JsonObject], report: Path | None = None, chec
     return [
         _result_line(found),
         *_compressor_lines(found),
-        f"{found.start['total_parameters']:,} parameters, {_read(found.train[-1]):,} tokens trained on in "
+        f"{found.start['total_parameters']:,} parameters, {_tokens_read(found.train[-1]):,} tokens trained on in "
         f"{train['dtype']} at {found.speed:,.0f} tokens/s on {place}",
         "report: run txl report DIR" if report is None else f"report: {report}",
     ]
