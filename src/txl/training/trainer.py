@@ -171,9 +171,9 @@ class Trainer:
             else:
                 self._go_on(loop)
             loop.train()
-        where, step = self.directory.path, loop.state.counters.step
-        reason = "" if step == self.run.train.steps else f" (no better for {self.run.train.patience} evaluations)"
-        display.message(f"done: step {step} of {self.run.train.steps}{reason} in {where}; next: txl eval {where}")
+        where, step, train = self.directory.path, loop.state.counters.step, self.run.train
+        reason = "" if step == train.steps else f" (validation no longer improves: train.patience {train.patience})"
+        display.message(f"done: step {step} of {train.steps}{reason} in {where}; next: txl eval {where}")
         outcome = {"directory": str(where), **asdict(loop.state.counters)}
         return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
 
