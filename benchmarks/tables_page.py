@@ -1,10 +1,10 @@
-"""Write the claims and tables of `results/README.md`, with a plot for each table, from records of `txl reproduce`.
+"""Write the claims and tables of `results/README.md`, with their plots, from records of `txl reproduce`.
 
-    python -m benchmarks.tables_page            # writes this part of the page and results/figures/tableN.svg
+    python -m benchmarks.tables_page            # writes this part of the page and its plots in results/figures/
     python -m benchmarks.tables_page --check    # exit code 1 if page or plots do not match the records
 
 A record named reproduce-tableN-CORPUS.json holds a table. Each table has one record; a record with training until
-convergence replaces one without.
+convergence replaces one without. The record of Table 8 also holds Figure 4.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import shlex
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.performance_page import table
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 
-from txl.reporting.plots import ACCENT, INK, SECOND, save_figure
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
 from txl.reproduction.outcome import named_seeds, recorded_seeds
 
 ROOT = Path(__file__).parents[1]
@@ -76,8 +81,7 @@ def section(stem: str, record: Record) -> str:
     parts = [f'<a id="{name}"></a>\n\n### {output["title"]}\n', budget(output) + "\n"]
     if not trained:
         return "\n".join([*parts, "No row of it was trained.\n", made(stem, record)])
-    if plotted(output):
-        parts.append(f"![{output['title']}, every seed](figures/{name}.svg)\n")
+    parts += [f"![{plot.text}](figures/{plot.name}.svg)\n" for plot in plots(output)]
     left_out = {*_LEFT_OUT, "attn len"} if output["what"] == "table9" else _LEFT_OUT
     ours = [key for key in trained[0]["shown"] if key not in left_out]
     theirs = [key for key in trained[0]["paper"] if key.lower().replace("pplx", "ppl") in [key.lower() for key in ours]]
@@ -157,7 +161,36 @@ def plotted(output: Record) -> list[tuple[str, list[float]]]:
     return [(key, values) for key, values in rows if values]
 
 
-def draw(output: Record, figure: Figure) -> None:
+@dataclass(frozen=True)
+class Plot:
+    """A plot of the page, from the values that it shows."""
+
+    name: str
+    text: str
+    values: Any
+    draw: Callable[[Figure], None]
+    size: tuple[float, float]
+
+    @property
+    def digest(self) -> str:
+        """Digest that the plot's file contains, which shows if the plot matches its record."""
+        return hashlib.sha256(json.dumps(["tables", self.values]).encode()).hexdigest()[:16]
+
+
+def plots(output: Record) -> list[Plot]:
+    """Return the plots of a table: every seed's result, and Figure 4 for Table 8."""
+    rows, by_group = plotted(output), curves(output) if output["what"] == "table8" else {}
+    found = []
+    if rows:
+        size = 7.6, 0.9 + 0.28 * len(rows)
+        found.append(Plot(output["what"], f"{output['title']}, every seed", rows, partial(draw_seeds, output), size))
+    if by_group:
+        text = "Figure 4: perplexity against context length, mean over seeds"
+        found.append(Plot("figure4", text, by_group, partial(draw_curves, by_group), (7.6, 3.4)))
+    return found
+
+
+def draw_seeds(output: Record, figure: Figure) -> None:
     """Draw the values of all seeds, one line per row."""
     axes = figure.add_subplot()
     rows = plotted(output)
@@ -180,9 +213,29 @@ def draw(output: Record, figure: Figure) -> None:
     axes.set_xlabel(measures.get(output["what"], quality))
 
 
-def digest(record: Record) -> str:
-    """Return the digest that a plot's file contains, which shows if the plot matches its record."""
-    return hashlib.sha256(json.dumps(["tables", plotted(record["output"])]).encode()).hexdigest()[:16]
+def curves(output: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
+    """Return context lengths and mean perplexities over seeds, by group and row."""
+    groups = {each["row"]: each["group"] for each in output["gains"]}
+    found: dict[str, dict[str, list[tuple[int, float]]]] = {}
+    for row in output["rows"]:
+        if row["loss_by_length"]:
+            points = [(int(length), math.exp(fmean(nll))) for length, nll in row["loss_by_length"].items()]
+            found.setdefault(groups[row["row"]], {})[row["row"]] = points
+    return found
+
+
+def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure: Figure) -> None:
+    """Draw perplexity against context length, with axes of its own for each group of models."""
+    for axes, models in zip(figure.subplots(1, len(by_group), squeeze=False).flat, by_group.values(), strict=True):
+        for (key, points), color in zip(models.items(), (ACCENT, SECOND, INK, SOFT), strict=False):
+            axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=2, linewidth=1.2, label=key)
+        axes.set_xscale("log")
+        ticks = [25, 50, 100, 200, 400, 900]
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlabel("context length, tokens")
+        axes.legend(fontsize=8)
+    figure.axes[0].set_ylabel("perplexity, test split")
 
 
 def text(results: Path) -> str:
@@ -203,21 +256,20 @@ def check(results: Path) -> list[str]:
     """Return the names of the files that do not match the records."""
     page, wanted = current(results)
     wrong = [] if page == wanted else ["README.md"]
-    for stem, record in records(results).items():
-        path = results / "figures" / f"{name_of(stem)}.svg"
-        if plotted(record["output"]) and not (path.is_file() and digest(record) in path.read_text(encoding="utf-8")):
-            wrong.append(path.name)
+    for record in records(results).values():
+        for plot in plots(record["output"]):
+            path = results / "figures" / f"{plot.name}.svg"
+            if not (path.is_file() and plot.digest in path.read_text(encoding="utf-8")):
+                wrong.append(path.name)
     return wrong
 
 
 def write(results: Path) -> None:
     """Write the generated part of the page, and the plots."""
     (results / "README.md").write_text(current(results)[1], encoding="utf-8")
-    for stem, record in records(results).items():
-        output = record["output"]
-        if rows := plotted(output):
-            path, size = results / "figures" / f"{name_of(stem)}.svg", (7.6, 0.9 + 0.28 * len(rows))
-            save_figure(partial(draw, output), path, size, digest(record))
+    for record in records(results).values():
+        for plot in plots(record["output"]):
+            save_figure(plot.draw, results / "figures" / f"{plot.name}.svg", plot.size, plot.digest)
 
 
 def main() -> None:

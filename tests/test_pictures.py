@@ -31,6 +31,9 @@ def test_tables_and_plots_are_what_the_records_give(tmp_path):
     assert tables_page.check(tmp_path / "results") == ["table7.svg"]
     record.write_text(re.sub('"outcome": "[a-z ]+"', '"outcome": "other"', record.read_text()))
     assert tables_page.check(tmp_path / "results") == ["README.md", "table7.svg"]
+    record = tmp_path / "results" / "reproduce-table8-ptb.json"
+    record.write_text(record.read_text().replace('"25": [', '"25": [4.0, ', 1))  # one more seed of the first row
+    assert tables_page.check(tmp_path / "results") == ["README.md", "table7.svg", "figure4.svg"]
     tables_page.write(tmp_path / "results")
     assert tables_page.check(tmp_path / "results") == []
 
