@@ -11,7 +11,7 @@ from tests.reproduction.printed import PRINTED
 from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
 from txl.errors import UserError
 from txl.models import build_model
-from txl.presets import presets
+from txl.presets import preset, presets
 from txl.reproduction.catalogue import definitions
 from txl.reproduction.configuring import (
     NotTrained,
@@ -235,6 +235,26 @@ def test_equal_memory_is_that_of_rows_as_they_are_trained():
         assert (run.train.schedule, run.train.average_from) == ("plateau", None)
         assert isinstance(run.model, TransformerXLConfig)
         assert run.model.attention == "fastest"
+
+
+@pytest.mark.parametrize("name", ["table4", "table7"])
+def test_tables_of_separate_sentences_have_the_papers_short_segments(name):
+    """Segments of several sentences would hardly cut any, so that recurrence could not show what it is worth."""
+    table, data = definitions()[name], DataConfig(corpus="wikitext-2")
+    usual = SMALL.base("word").train
+    for row in table.rows:
+        if not row.trained:
+            continue
+        run = configure(table, row, SMALL, data, 33_278, estimated_segment)
+        published = preset("lm1b-base")
+        assert run.train.segment == published.train.segment == 32
+        assert run.train.batch_size * 32 == pytest.approx(usual.batch_size * usual.segment, rel=0.02)
+        if run.model.mem_len == 0:
+            assert (run.eval.mem_len, run.eval.segment) == (0, 32)
+        elif isinstance(run.model, TransformerXLConfig):
+            assert run.model.mem_len == published.model.mem_len
+            assert run.eval == published.eval
+            assert run.model.encoding == "relative" or run.model.max_distance == 32 + 32 - 1
 
 
 def test_another_segment_keeps_tokens_and_where_averaging_begins():

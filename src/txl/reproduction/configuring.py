@@ -87,7 +87,7 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         assert row.preset is not None
         run = preset(row.preset)
     else:
-        run = scale.base(definition.unit)
+        run = scale.base(definition.unit, definition.separate_sentences)
         widths = {name: getattr(run.model, name) for name in ("d_model", "d_head", "d_inner")}
         widths = {name: 2 * max(1, round(width * row.shape.width / 2)) for name, width in widths.items()}
         lengths = {"mem_len": round(run.model.mem_len * row.shape.memory)} if row.shape.memory != 1 else {}

@@ -14,6 +14,7 @@ from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import small
+from txl.presets.published import lm1b_base
 from txl.reproduction.converging import UntilConverged
 
 Dtype = Literal["float32", "bfloat16"]
@@ -96,11 +97,19 @@ class Scale:
         """True if the rows train the published presets."""
         return self.words is None
 
-    def base(self, unit: str) -> RunConfig:
-        """Return the base configuration of rows, for tables of words or of characters."""
+    def base(self, unit: str, separate_sentences: bool = False) -> RunConfig:
+        """Return the base configuration of rows, for tables of words or of characters.
+
+        Args:
+            unit: "word" or "character".
+            separate_sentences: True for a table of sentences in random order, whose segments are as short as the
+                paper's.
+        """
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
         run = make()
+        if separate_sentences:
+            _shorten_segments(run)
         if self.steps is not None:
             _cut(run.train, self.steps)
         elif self.until_converged is not None:
@@ -137,6 +146,20 @@ def _cut(train: TrainConfig, steps: int) -> None:
     train.steps, train.warmup_steps = steps, min(train.warmup_steps, steps // 2)
     for interval in ("eval_every", "checkpoint_every", "log_every"):
         setattr(train, interval, min(getattr(train, interval), max(1, steps // 4)))
+
+
+def _shorten_segments(run: RunConfig) -> None:
+    """Set segments and memory to those of the published models of One Billion Word; tokens a step stay about equal.
+
+    How many sentences a segment cuts decides what recurrence is worth there (Table 7). Segments of the other tables
+    would hold several whole sentences.
+    """
+    published = lm1b_base()
+    segment = published.train.segment
+    run.train.batch_size = round(run.train.batch_size * run.train.segment / segment)
+    run.train.segment = segment
+    run.model = replace(run.model, mem_len=published.model.mem_len)
+    run.eval = replace(run.eval, segment=segment, mem_len=published.eval.mem_len, window=published.eval.window)
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
