@@ -127,6 +127,8 @@ def budget(output: Record) -> str:
     single = [f"`{row['row']}`" for row in output["rows"] if 0 < len(row["seeds"]) < output["seeds"]]
     if single:
         seeds += f" (fewer of {', '.join(single)})"
+    if missing := [f"`{row['row']}`" for row in output["rows"] if row["status"] == "not finished"]:
+        seeds += f"; not trained: {', '.join(missing)}"
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
 
 
@@ -227,8 +229,10 @@ def curves(output: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
 def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure: Figure) -> None:
     """Draw perplexity against context length, with axes of its own for each group of models."""
     for axes, models in zip(figure.subplots(1, len(by_group), squeeze=False).flat, by_group.values(), strict=True):
-        for (key, points), color in zip(models.items(), (ACCENT, SECOND, INK, SOFT), strict=False):
+        for (key, points), color in zip(models.items(), itertools.cycle((ACCENT, SECOND, INK, SOFT))):
             axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=2, linewidth=1.2, label=key)
+        lowest = min(value for points in models.values() for _, value in points)
+        axes.set_ylim(0.98 * lowest, 1.4 * lowest)  # a model far above would press the others into one line
         axes.set_xscale("log")
         ticks = [25, 50, 100, 200, 400, 900]
         axes.set_xticks(ticks, [str(tick) for tick in ticks])

@@ -257,6 +257,10 @@ def test_tables_of_separate_sentences_have_the_papers_short_segments(name):
             assert run.model.encoding == "relative" or run.model.max_distance == 32 + 32 - 1
 
 
+def test_segments_that_are_short_already_stay():
+    assert TINY.base("word", separate_sentences=True) == TINY.base("word")
+
+
 def test_another_segment_keeps_tokens_and_where_averaging_begins():
     run = TINY.base("word")
     run.train.steps, run.train.segment, run.train.average_from = 300, 32, 150

@@ -96,9 +96,12 @@ def test_a_run_of_another_configuration_or_text_is_not_taken(micro, words, tmp_p
 
 def test_sentences_in_random_order_are_another_text(micro, words, tmp_path, data_dir, source, monkeypatch):
     made = trained(monkeypatch)
-    wanted = rows("table7", "xl")
-    it = experiment("table7", micro, words, tmp_path / "table7", data_dir, seeds=1, rows=wanted)
-    dataclasses.replace(it, reuse=(source,)).run()
+    it = experiment("table7", micro, words, tmp_path / "table7", data_dir, seeds=1, rows=rows("table7", "xl"))
+    with pytest.raises(UserError, match="Tables 4 and 7 have text and segments of their own"):
+        dataclasses.replace(it, reuse=(source,)).run()
+    it.run()
+    with pytest.raises(UserError, match="is of table7; Tables 4 and 7"):
+        table6(micro, words, tmp_path, data_dir, "xl", reuse=(it.out,)).run()
     assert made == ["table7-xl"]
 
 

@@ -11,6 +11,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training.optimisers import has_converged, learning_rate
+from txl.training.trainer import Trainer
 
 PLATEAU = {"train.schedule": "plateau", "train.patience": "3", "train.eval_every": "1", "train.steps": "40"}
 
@@ -60,7 +61,7 @@ def test_a_plateau_that_comes_to_the_last_step_ends_at_a_low_rate():
 def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
     run = small_run(str(story), **PLATEAU | {"train.learning_rate": "1e-30", "train.log_every": "3"})
     for _ in range(2):  # the second time, nothing is left to do
-        train(run, tmp_path / "run", data_dir)
+        Trainer(run, tmp_path / "run", device="cpu", data_dir=data_dir).fit()
         directory = RunDirectory(tmp_path / "run")
         assert directory.checkpoint("latest").name == "step-00000004"
         events = directory.events()
@@ -69,6 +70,7 @@ def test_a_run_that_gets_no_better_ends(story, data_dir, tmp_path, capsys):
         assert events[-1]["event"] == "end"
         assert events[-1]["converged"] is True
         assert run_status(tmp_path / "run").state == "finished"
+        assert "done: step 4 of 40 (no new best in evaluations: train.patience is 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("step", [2, 5, 6])

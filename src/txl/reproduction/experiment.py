@@ -132,7 +132,7 @@ class Experiment:
         identity = corpus.info()["identity"]
         folders, records = self._sources()
         for folder in folders:
-            check_source(folder, self.scale, identity)
+            check_source(folder, self.scale, identity, self.definition.separate_sentences)
         found = [
             each
             for path in records

@@ -13,6 +13,7 @@ from pathlib import Path
 from txl.config import RunConfig
 from txl.errors import UserError
 from txl.files import JsonObject, write_whole
+from txl.reproduction.catalogue import definitions
 from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.scales import Scale
 from txl.runs.directory import RunDirectory, of_today
@@ -21,13 +22,14 @@ _TRAINING = ("name", "steps", "dtype", "until_converged")
 """Entries of a scale's record on which training depends; the others only affect measurements."""
 
 
-def check_source(source: Path, scale: Scale, text: str) -> None:
-    """Refuse a folder whose models were trained at another scale or on another text.
+def check_source(source: Path, scale: Scale, text: str, separate_sentences: bool) -> None:
+    """Refuse a folder whose models were trained at another scale, on another text, or in other segments.
 
     Args:
         source: folder of a reproduction.
         scale: scale of the models to train.
         text: identity of the training corpus.
+        separate_sentences: as in the `Definition` of the table to train.
     """
     stored = stored_json(source / "experiment.json")
     if not isinstance(stored, dict):
@@ -41,6 +43,14 @@ def check_source(source: Path, scale: Scale, text: str) -> None:
     )
     if changed := changes(there, wanted):
         raise UserError(f"--reuse {source} has models of another training: {', '.join(changed)}")
+    name = stored.get("experiment")
+    if separate_sentences != any(
+        each.separate_sentences for each in definitions().values() if each.experiment_name == name
+    ):
+        raise UserError(
+            f"--reuse {source} is of {name}; Tables 4 and 7 have text and segments of their own, and share models and "
+            f"learning rates with each other alone"
+        )
 
 
 def take_run(source: Path, run: RunConfig, text: str, directory: Path) -> Path | None:

@@ -1,6 +1,7 @@
 """Scales of a reproduction: model, budget, seeds, and amount of evaluation.
 
-All models of a table have the scale's budget: the same steps, lanes and segment, and therefore the same tokens.
+All models of a table have the same budget: steps, lanes and segment, and therefore tokens. It is the scale's, except
+that tables of separate sentences have shorter segments and more lanes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Scale:
     corpora: dict[str, str]
     """Corpus to use instead of each corpus of the paper; "*" stands for the others. Without an entry: the paper's."""
     words: Callable[[], RunConfig] | None
-    """Base configuration of the rows of a table of words; None: each row uses its published preset."""
+    """Base configuration of the rows of a table of words, of running text; None: each row uses its published preset."""
     characters: Callable[[], RunConfig] | None
     """Base configuration of the rows of a table of characters; None: as for `words`."""
     attention_lengths: tuple[float, ...]
@@ -102,14 +103,14 @@ class Scale:
 
         Args:
             unit: "word" or "character".
-            separate_sentences: True for a table of sentences in random order, whose segments are as short as the
-                paper's.
+            separate_sentences: True for a table of sentences in random order: segments and memory, in training and at
+                test, are then as short as in the paper's models of One Billion Word, and there are more lanes.
         """
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
         run = make()
         if separate_sentences:
-            _shorten_segments(run)
+            _take_lengths_of_sentences(run)
         if self.steps is not None:
             _cut(run.train, self.steps)
         elif self.until_converged is not None:
@@ -148,14 +149,16 @@ def _cut(train: TrainConfig, steps: int) -> None:
         setattr(train, interval, min(getattr(train, interval), max(1, steps // 4)))
 
 
-def _shorten_segments(run: RunConfig) -> None:
-    """Set segments and memory to those of the published models of One Billion Word; tokens a step stay about equal.
+def _take_lengths_of_sentences(run: RunConfig) -> None:
+    """Set segments and memory to those of the published models of One Billion Word, unless segments are as short.
 
-    How many sentences a segment cuts decides what recurrence is worth there (Table 7). Segments of the other tables
-    would hold several whole sentences.
+    Table 7 asks what recurrence is worth where nothing but a cut sentence needs it; long segments cut few sentences.
+    The number of lanes keeps the tokens a step about equal.
     """
     published = lm1b_base()
     segment = published.train.segment
+    if run.train.segment <= segment:
+        return
     run.train.batch_size = round(run.train.batch_size * run.train.segment / segment)
     run.train.segment = segment
     run.model = replace(run.model, mem_len=published.model.mem_len)

@@ -143,7 +143,8 @@ class Definition:
     cost_beside: str = ""
     """Key of the row to which every row's time and memory are compared, for kind "quality"; empty: not measured."""
     separate_sentences: bool = False
-    """True if the table needs a corpus of sentences in random order, like One Billion Word."""
+    """True if the table needs a corpus of sentences in random order, like One Billion Word, and segments as short as
+    the paper's (`Scale.base`)."""
     product: Product | None = None
     """Product to make, for kind "product"; definitions with the same product share its files."""
     pictures: str = ""

@@ -172,7 +172,7 @@ class Trainer:
                 self._go_on(loop)
             loop.train()
         where, step, train = self.directory.path, loop.state.counters.step, self.run.train
-        reason = "" if step == train.steps else f" (validation no longer improves: train.patience {train.patience})"
+        reason = "" if step == train.steps else f" (no new best in evaluations: train.patience is {train.patience})"
         display.message(f"done: step {step} of {train.steps}{reason} in {where}; next: txl eval {where}")
         outcome = {"directory": str(where), **asdict(loop.state.counters)}
         return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
