@@ -253,7 +253,7 @@ def test_tables_of_separate_sentences_have_the_papers_short_segments(name):
             assert (run.eval.mem_len, run.eval.segment) == (0, 32)
         elif isinstance(run.model, TransformerXLConfig):
             assert run.model.mem_len == published.model.mem_len
-            assert run.eval == published.eval
+            assert (run.eval.segment, run.eval.mem_len, run.eval.window) == (32, 63, 63)
             assert run.model.encoding == "relative" or run.model.max_distance == 32 + 32 - 1
 
 

@@ -103,8 +103,8 @@ class Scale:
 
         Args:
             unit: "word" or "character".
-            separate_sentences: True for a table of sentences in random order: segments and memory, in training and at
-                test, are then as short as in the paper's models of One Billion Word, and there are more lanes.
+            separate_sentences: True for a table of sentences in random order: segments and memory are then as short as
+                in the paper's models of One Billion Word, and there are more lanes.
         """
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
@@ -153,7 +153,8 @@ def _take_lengths_of_sentences(run: RunConfig) -> None:
     """Set segments and memory to those of the published models of One Billion Word, unless segments are as short.
 
     Table 7 asks what recurrence is worth where nothing but a cut sentence needs it; long segments cut few sentences.
-    The number of lanes keeps the tokens a step about equal.
+    The number of lanes keeps the tokens a step about equal. At test, attention is as long as in training: small models
+    become worse with the longer memory of the published models.
     """
     published = lm1b_base()
     segment = published.train.segment
@@ -162,7 +163,8 @@ def _take_lengths_of_sentences(run: RunConfig) -> None:
     run.train.batch_size = round(run.train.batch_size * run.train.segment / segment)
     run.train.segment = segment
     run.model = replace(run.model, mem_len=published.model.mem_len)
-    run.eval = replace(run.eval, segment=segment, mem_len=published.eval.mem_len, window=published.eval.window)
+    reach = run.model.mem_len + segment - 1
+    run.eval = replace(run.eval, segment=segment, mem_len=reach, window=reach)
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:
