@@ -165,11 +165,14 @@ def plotted(output: Record) -> list[tuple[str, list[float]]]:
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of the page, from the values that it shows."""
+    """A plot of the page."""
 
     name: str
+    """Name of its file in `results/figures/`, without extension."""
     text: str
+    """Description for readers who do not see it."""
     values: Any
+    """All values that it shows, ready for JSON."""
     draw: Callable[[Figure], None]
     size: tuple[float, float]
 
