@@ -81,6 +81,19 @@ def test_what_is_not_finished_is_trained(micro, words, tmp_path, data_dir, sourc
     assert made == ["table6-xl"]
 
 
+def test_a_model_is_taken_by_a_table_that_tests_with_another_attention(
+    micro, words, tmp_path, data_dir, source, monkeypatch
+):
+    """Table 1 tests with the attention of training; Table 8 chooses lengths of its own."""
+    made = trained(monkeypatch)
+    there = RunDirectory(source / "runs" / "xl-128M-seed1").config().eval
+    it = experiment("table1", micro, words, tmp_path / "t", data_dir, seeds=1, rows=rows("table1", "xl-standard"))
+    [row] = dataclasses.replace(it, reuse=(source,)).run()
+    here = RunDirectory(it.out / "runs" / "xl-standard-seed1").config().eval
+    assert (made, row.status, there.mem_len, here.mem_len) == ([], "done", 16, 15)
+    assert row.by_seed[1]["config"]["eval"]["mem_len"] == 15
+
+
 def test_a_run_of_another_configuration_or_text_is_not_taken(micro, words, tmp_path, data_dir, source, monkeypatch):
     made = trained(monkeypatch)
     config = source / "runs" / "xl-128M-seed1" / "config.json"

@@ -68,6 +68,10 @@ def configure(
         # Both as they are trained: an average of weights or another attention would take other memory.
         run = with_equal_tokens(run, fit_segment(_as_trained(run, scale), other, vocab_size))
     run = _as_trained(run, scale)
+    if not scale.is_published and definition.kind == "quality":
+        # Attention as long as in training: small models become worse with the longer memory of the published models.
+        reach = run.model.mem_len + run.train.segment - 1
+        run.eval = dataclasses.replace(run.eval, mem_len=reach, window=reach)
     if run.model.mem_len == 0:
         run.model = model_with(run.model, {"window": None})
         run.eval = dataclasses.replace(

@@ -28,8 +28,7 @@ def _of_grid(depth: int, memory: int) -> Row:
         _key(depth, memory),
         f"depth × {depth}, memory × {memory}",
         {},
-        # Each row is tested at its attention length of training, so its reading time is measured there too.
-        {"eval.mem_len": Length.REACH, "eval.window": Length.REACH},
+        {},
         shape=Shape(depth=depth, memory=memory),
         group=f"depth × {depth}",
     )

@@ -1,7 +1,7 @@
 """Reuse of models and learning rates from another table's folder, instead of training equal models again.
 
 Tables share models: Transformer-XL itself is a row of Tables 6, 8 and 10. Two models are equal if their configurations
-differ only in the name and the path of the text, and they were trained on the same text.
+differ only in the name, the path of the text and the attention at test, and they were trained on the same text.
 """
 
 from __future__ import annotations
@@ -92,6 +92,13 @@ def take_rate(source: Path, recipe: str, rates: Path) -> None:
 
 
 def _comparable(run: RunConfig) -> JsonObject:
-    """Return a configuration without its name and the path of its text, which is compared by identity."""
+    """Return what determines the trained weights: a configuration without its name and its attention at test.
+
+    The path of the text is left out too, because the text is compared by identity.
+    """
     values = run.to_dict()
-    return values | {"name": "", "data": values["data"] | {"corpus": "", "source": None}}
+    return values | {
+        "name": "",
+        "data": values["data"] | {"corpus": "", "source": None},
+        "eval": values["eval"] | {"mem_len": None, "window": None},
+    }
