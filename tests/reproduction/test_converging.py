@@ -51,11 +51,17 @@ def test_the_rate_with_the_lowest_loss_is_chosen(loss, asked, chosen, at_edge, t
     assert (again, same) == ([], found)
 
 
-def test_families_kinds_of_recurrent_networks_and_first_weights_choose_apart():
-    begun = dataclasses.replace(micro_run().model, init="xavier")
-    models = RecurrentConfig(kind="lstm"), RecurrentConfig(kind="qrnn"), micro_run().model, begun
-    names = [recipe_of(dataclasses.replace(micro_run(), model=model)) for model in models]
-    assert names == ["lstm-adam-0.01", "qrnn-adam-0.01", "transformer-xl-adam-0.01", "transformer-xl-xavier-adam-0.01"]
+def test_families_kinds_of_recurrent_networks_embeddings_and_first_weights_choose_apart():
+    usual = micro_run().model
+    models = {
+        "lstm": RecurrentConfig(kind="lstm"),
+        "qrnn": RecurrentConfig(kind="qrnn"),
+        "transformer-xl": usual,
+        "transformer-xl-adaptive": dataclasses.replace(usual, cutoffs=(4,), div_val=2),
+        "transformer-xl-xavier": dataclasses.replace(usual, init="xavier"),
+    }
+    names = [recipe_of(dataclasses.replace(micro_run(), model=model)) for model in models.values()]
+    assert names == [f"{name}-adam-0.01" for name in models]
 
 
 def test_rates_at_which_all_diverges_are_refused(tmp_path):

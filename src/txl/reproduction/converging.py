@@ -1,8 +1,9 @@
 """Training until validation stops improving, at the best of a few learning rates.
 
-A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, initial
-weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a recipe is trained
-with seed 1 at each rate, for a part of the steps, and the rate with the lowest validation loss is chosen.
+A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, kind of
+embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a
+recipe is trained with seed 1 at each rate, for a part of the steps, and the rate with the lowest validation loss is
+chosen.
 `rates/RECIPE.json` stores the choice; `rates/RECIPE/ROW/RATE` holds the runs, which resume after a stop. If the first
 row fails, the next one tunes with runs of its own.
 """
@@ -72,9 +73,12 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of a run's recipe; rows of one recipe share a tuned learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing. The best rate also depends on the initial weights.
+    # A QRNN learns best at rates at which an LSTM learns nothing. The best rate also depends on the initial weights, and
+    # on narrow embeddings of rare words: a Transformer-XL with them stagnates at the best rate of one without.
     model = run.model
     names = [getattr(model, model.choice) if model.constant_state else model.family]
+    if model.div_val > 1:
+        names.append("adaptive")
     if model.first_weights != "normal":
         names.append(model.first_weights)
     return "-".join([*names, run.train.optimizer, f"{run.train.learning_rate:g}"])
