@@ -4,12 +4,14 @@
     python -m benchmarks.dial fit results/dial.json
     python -m benchmarks.dial vocabulary results/dial-vocabulary-2.json --work runs/dial --minutes 2 --texts FILE FILE
     python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --texts FILE FILE
+    python -m benchmarks.dial exponent results/dial.json --work runs/dial --checks results/dial-check-*.json --texts FILE
 
 Every point is a whole run of the recipe of stdlib-bpe (Muon, a linearly falling learning rate) on the first bytes of a
 text. Losses do not depend on the machine's load, so that other work may run at the same time. Runs are kept in
 `--work`, and the same command resumes after an interruption. `vocabulary` trains one shape with vocabularies of several
 sizes for the same time. `check` takes texts that were not used for the fit. For each text it trains the choice of
-`--minutes` and eight hand-made configurations for the same time.
+`--minutes` and eight hand-made configurations for the same time. `exponent` shows what the rule's shapes would cost in
+such checks with other values of BETA.
 """
 
 from __future__ import annotations
@@ -160,11 +162,11 @@ def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
     }
 
 
-def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats per token, with the BETA given there.
+def fit(curves: list[dict[str, Any]], beta: float = minutes.BETA) -> dict[str, float]:
+    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats per token, with a given BETA.
 
     The runs without repeated text, at the recipe's rate and batch, are fitted by E + A / N**ALPHA + B / D**BETA. Each
-    text has its own E, which is not used further. BETA is assumed: these runs have two lengths, which any BETA fits
+    text has its own E, which is not used further. BETA is not fitted: these runs have two lengths, which any BETA fits
     equally well. PASSES is fitted to the decrease of loss in the small text's runs, each with its better dropout.
     """
     usual = [row for row in curves if (row["rate"], row["batch_size"]) == (RATE, LANES_HERE)]
@@ -176,7 +178,7 @@ def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
     own = torch.stack([torch.tensor([float(row["text"] == text) for row in plain]) for text in texts], 1).double()
     found: dict[str, float] = {"error": math.inf}
     for alpha in (each / 100 for each in range(5, 100)):
-        terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -minutes.BETA], 1)
+        terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -beta], 1)
         solution = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
         error = (terms @ solution - nats[:, None]).square().mean().sqrt().item()
         *floors, a, b = solution[:, 0].tolist()
@@ -192,11 +194,52 @@ def fit(curves: list[dict[str, Any]]) -> dict[str, float]:
     def misses(passes: float) -> float:
         own_tokens = passes * small[0]["train_tokens"]
         worth = {each: own_tokens * -math.expm1(-each * LANES_HERE * 128 / own_tokens) for each in by_steps}
-        expected = {each: found["B"] * worth[each] ** -minutes.BETA for each in by_steps}
+        expected = {each: found["B"] * worth[each] ** -beta for each in by_steps}
         return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
 
     found["PASSES"] = min((each / 2 for each in range(2, 200)), key=misses)
     return found
+
+
+EXPONENTS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6)
+"""Values of BETA that `exponent` compares."""
+
+
+def costs(given: argparse.Namespace) -> list[str]:
+    """Return a line for each BETA: the constants fitted with it, and what the rule's shape costs in each check.
+
+    In each check, the rule chooses among three hand-made shapes with 2,048 byte pairs, by the steps that they made; the
+    middle one has dropout where the rule gives it dropout. The cost is the chosen shape's bits per byte beside the
+    lowest of the three.
+    """
+    curves = json.loads(given.record.read_text())["output"]["curves"]
+    texts = {Path(text).name: text for text in given.texts}
+    checks = []
+    for path in given.checks:
+        for name, found in json.loads(path.read_text())["output"]["texts"].items():
+            run = with_options(txl.preset("stdlib-bpe"), {"data.corpus": str(Path(texts[name]).absolute())})
+            corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data", quiet=True)
+            own, rows = len(corpus.tokens("train")), found["runs"]
+            middle = "stdlib-bpe"
+            if minutes.with_dropout(run, rows[middle]["steps"] * run.train.tokens_per_step / own).model.dropout:
+                middle += ", dropout 0.1"
+            checks.append((f"{path.stem} {name}", own, [rows[key] for key in ("narrow", middle, "6x192")]))
+    lines = []
+    for beta in EXPONENTS:
+        law = fit(curves, beta)
+        beside = []
+        for _, own, rows in checks:
+            expected = []
+            for row in rows:
+                tokens, most = row["steps"] * LANES_HERE * 128, law["PASSES"] * own
+                size = layer_weights(f"{row['model']['n_layer']}x{row['model']['d_model']}")
+                worth = most * -math.expm1(-tokens / most)
+                expected.append(law["A"] / size ** law["ALPHA"] + law["B"] / worth**beta)
+            bits = [row["bits_per_byte"] for row in rows]
+            beside.append(bits[expected.index(min(expected))] / min(bits) - 1)
+        constants = ", ".join(f"{name} {law[name]:.3g}" for name in ("A", "ALPHA", "B", "PASSES"))
+        lines.append(f"BETA {beta:g} ({constants}): " + ", ".join(f"{cost:.2%}" for cost in beside))
+    return ["checks: " + ", ".join(name for name, *_ in checks), *lines]
 
 
 def last(row: dict[str, Any]) -> float:
@@ -310,7 +353,7 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
 def main() -> None:
     """Measure the curves, fit the rule to recorded curves, or check the rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check"))
+    parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check", "exponent"))
     parser.add_argument("record", type=Path)
     parser.add_argument(
         "--texts", nargs="+", default=[], help="curves: folder of wikitext-2.txt, quixote.txt ...; else: files"
@@ -320,11 +363,14 @@ def main() -> None:
         "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
+    parser.add_argument("--checks", nargs="+", type=Path, default=[], help="exponent: records of checks")
     given = parser.parse_args()
     keep_freed_memory()
     command = f"python -m benchmarks.dial {given.what} results/{given.record.name}"
     if given.what == "fit":
         print(json.dumps(fit(json.loads(given.record.read_text())["output"]["curves"]), indent=1))
+    elif given.what == "exponent":
+        print("\n".join(costs(given)))
     elif given.what in ("vocabulary", "check"):
         command += f" --minutes {given.minutes:g}"
         configurations = HAND_MADE
