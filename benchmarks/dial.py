@@ -4,7 +4,7 @@
     python -m benchmarks.dial fit results/dial.json
     python -m benchmarks.dial vocabulary results/dial-vocabulary-2.json --work runs/dial --minutes 2 --texts FILE FILE
     python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --texts FILE FILE
-    python -m benchmarks.dial exponent results/dial.json --work runs/dial --checks results/dial-check-*.json --texts FILE
+    python -m benchmarks.dial exponent results/dial.json --work runs/dial --checks results/dial-check-*.json --texts ...
 
 Every point is a whole run of the recipe of stdlib-bpe (Muon, a linearly falling learning rate) on the first bytes of a
 text. Losses do not depend on the machine's load, so that other work may run at the same time. Runs are kept in

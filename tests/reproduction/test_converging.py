@@ -19,7 +19,7 @@ from txl.reproduction.page import outcome_page
 from txl.reproduction.scales import PAPER
 from txl.runs.directory import RunDirectory
 
-RULES = UntilConverged(patience=2, evaluations=4, tuning_share=0.5)
+RULES = UntilConverged(patience=2, evaluations=4, tuning_share=0.5, halvings=0)
 
 
 def tuned(folder, loss, rules=RULES):
@@ -154,3 +154,59 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
 def test_published_presets_are_trained_as_they_are():
     with pytest.raises(UserError, match="--until-converged: scale paper trains the published presets"):
         PAPER.with_until_converged(RULES)
+
+
+WHOLE = dataclasses.replace(RULES, halvings=2)
+
+
+@pytest.mark.parametrize(
+    ("best", "whole", "chosen", "at_edge"),
+    [(1, [1, 0.5], 1, False), (0.5, [1, 0.5, 0.25], 0.5, False), (0.1, [1, 0.5, 0.25], 0.25, True)],
+)
+def test_runs_to_the_end_halve_the_rate_while_that_helps(best, whole, chosen, at_edge, tmp_path):
+    """Short runs are best at the recipe's rate; `best` is the factor that is best after all steps."""
+    asked = []
+
+    def fit(run: RunConfig, directory) -> Tried:
+        factor, is_whole = run.train.learning_rate / 1e-2, run.train.steps == 6
+        assert directory.name.endswith("-whole") == is_whole
+        if is_whole:
+            asked.append(factor)
+            assert (run.train.schedule, run.train.patience, run.name) == ("plateau", 2, "micro")
+        loss = abs(math.log(factor / (best if is_whole else 1)))
+        return Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=loss, tokens=10, seconds=1.0)
+
+    found = tune("xl", with_convergence(micro_run(), WHOLE), WHOLE, tmp_path, fit)
+    assert asked == pytest.approx(whole)
+    assert [each["factor"] for each in found["whole"]] == whole
+    assert (found["factor"], found["at_edge"]) == (chosen, at_edge)
+
+
+def test_the_chosen_run_to_the_end_is_the_rows_own(micro, words, tmp_path, data_dir, monkeypatch):
+    scale = dataclasses.replace(micro.with_steps(8), until_converged=dataclasses.replace(WHOLE, factors=(1.0,)))
+    rows = (definitions()["table6"].row("xl"),)
+    it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=2, rows=rows)
+    fit, fitted = experiment_module.Experiment._fit, []
+
+    def noted(self, run, directory):
+        before = RunDirectory(directory).newest()
+        outcome = fit(self, run, directory)
+        fitted.extend([(run.train.seed, run.train.learning_rate)] if RunDirectory(directory).newest() != before else [])
+        return outcome
+
+    monkeypatch.setattr(experiment_module.Experiment, "_fit", noted)
+    [row] = it.run()
+    assert row.status == "done", row.reason
+    tuned = row.by_seed[1]["rates"]
+    whole = [each["learning_rate"] for each in tuned["whole"]]
+    chosen = 0.01 * tuned["factor"]
+    tried = [each["learning_rate"] for each in tuned["tried"]]
+    assert fitted == [*((1, pytest.approx(rate)) for rate in [*tried, *whole]), (2, pytest.approx(chosen))], (
+        "seed 1 is not trained again"
+    )
+    assert row.by_seed[1]["config"]["train"]["learning_rate"] == pytest.approx(chosen)
+    text = markdown(gathered(it, [row]))
+    assert " at the end, " in text
+    before = files(tmp_path / "out")
+    it.run()
+    assert files(tmp_path / "out") == before

@@ -14,7 +14,7 @@ from txl.reproduction.catalogue import definitions
 from txl.reproduction.converging import UntilConverged
 from txl.runs.directory import RunDirectory
 
-RULES = UntilConverged(patience=2, evaluations=4, factors=(1.0,), furthest=1.0, tuning_share=0.5)
+RULES = UntilConverged(patience=2, evaluations=4, factors=(1.0,), furthest=1.0, tuning_share=0.5, halvings=0)
 
 
 def rows(table, *keys):

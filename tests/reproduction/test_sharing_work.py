@@ -70,7 +70,7 @@ def test_a_cache_waits_for_the_model_that_another_process_trains(micro, words, t
 
 def test_a_cache_waits_while_its_model_waits_for_a_rate(micro, words, tmp_path, data_dir, monkeypatch):
     rows = tuple(definitions()["table1"].row(key) for key in ("lstm", "lstm-cache", "xl-standard"))
-    scale = micro.with_until_converged(UntilConverged(factors=(1.0,), furthest=1.0))
+    scale = micro.with_until_converged(UntilConverged(factors=(1.0,), furthest=1.0, halvings=0))
     it = experiment("table1", scale, words, tmp_path / "out", data_dir, seeds=2, rows=rows)
     it.out.mkdir()
     [lstm] = [f"rates-{recipe_of(configured(it, 'lstm'))}"]

@@ -31,8 +31,8 @@ A, ALPHA, B, PASSES = 17.0, 0.26, 92.0, 6.0
 After PASSES passes over the text, one more pass counts 1/e of the first."""
 BETA = 0.3
 """The fitted runs have only two lengths, which any exponent fits equally well. In eight comparisons of three shapes at
-equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best; 0.4 or more choose one 3.7% above it for ten
-minutes of text8, too large a model (`python -m benchmarks.dial exponent`)."""
+equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best. With 0.4 or more, the choice for ten
+minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`)."""
 LANES = 64.0
 """In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed, not measured."""
 MOST_WEIGHTS = 8.0

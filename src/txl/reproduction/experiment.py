@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.checking import check_groups, check_measured, check_stored
 from txl.reproduction.configuring import NotTrained, configure
-from txl.reproduction.converging import Tried, at_rate, recipe_of, tune
+from txl.reproduction.converging import Tried, at_rate, recipe_of, tune, whole_run
 from txl.reproduction.folder import Busy, Folder, stored_json
 from txl.reproduction.measuring import (
     is_finite,
@@ -320,20 +321,27 @@ class Experiment:
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
         found: JsonObject = {}
+        whole: Path | None = None
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
             with self._folder.working_on(f"rates-{recipe_of(run)}"):
                 for folder in folders:
-                    take_rate(folder, recipe_of(run), self.out / "rates")
-                tuned = tune(result.row.key, run, rules, self.out / "rates", self._try_rate)
+                    take_rate(folder, recipe_of(run), self.out / "rates", self.scale)
+
+                def try_rate(run: RunConfig, directory: Path) -> Tried:
+                    self._reuse(result.row, run, corpus, directory, folders)
+                    return self._try_rate(run, directory)
+
+                tuned = tune(result.row.key, run, rules, self.out / "rates", try_rate)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
+            whole = whole_run(self.out / "rates", tuned["recipe"], result.row.key, run)
         run.train.seed = seed
         self._begin(result.row, seed)
         directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        for folder in folders:
-            taken = take_run(folder, run, corpus.info()["identity"], directory)
-            if taken is not None:
-                self._say(f"{result.row.key}: the same model is in {taken}")
+        if whole is not None and seed == 1 and whole.exists() and not directory.exists():
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(whole, directory)
+        self._reuse(result.row, run, corpus, directory, folders)
         outcome = self._fit(run, directory)  # a finished run is not trained again
         found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
         found["steps"] = outcome["step"]
@@ -361,6 +369,13 @@ class Experiment:
             size = len(corpus.vocabulary)
             measured |= measure_cost(run, RunConfig.from_dict(peer), size, 3 * self.scale.speed_steps, self.device)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
+
+    def _reuse(self, row: Row, run: RunConfig, corpus: Corpus, directory: Path, folders: Sequence[Path]) -> None:
+        """Copy a finished run of this configuration from another table's folder, if one has it."""
+        for folder in folders:
+            taken = take_run(folder, run, corpus.info()["identity"], directory)
+            if taken is not None:
+                self._say(f"{row.key}: the same model is in {taken}")
 
     def _fit(self, run: RunConfig, directory: Path) -> JsonObject:
         return Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()

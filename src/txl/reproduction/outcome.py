@@ -12,7 +12,7 @@ from txl.config import model_from_dict
 from txl.evaluation.effective_context import effective_context
 from txl.files import JsonObject
 from txl.reproduction.claims import Claim, Verdict
-from txl.reproduction.converging import Tuned
+from txl.reproduction.converging import Tried, Tuned
 from txl.reproduction.experiment import RowResult
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import COSTS, Definition
@@ -245,16 +245,21 @@ def hit_cap(result: RowResult) -> bool:
 
 def rates_text(tuned: Tuned) -> str:
     """Return a line with the learning rates that were tried and the chosen one."""
-    losses = ", ".join(
-        f"{each['learning_rate']:g} ({'diverged' if each['nll'] is None else format(each['nll'], '.3f')})"
-        for each in tuned["tried"]
-    )
-    [chosen] = [each["learning_rate"] for each in tuned["tried"] if each["factor"] == tuned["factor"]]
-    spent = sum(each["tokens"] for each in tuned["tried"])
+
+    def losses(tried: Sequence[Tried]) -> str:
+        return ", ".join(
+            f"{each['learning_rate']:g} ({'diverged' if each['nll'] is None else format(each['nll'], '.3f')})"
+            for each in tried
+        )
+
+    every = [*tuned["tried"], *tuned["whole"]]
+    chosen = next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
+    whole = f" and {losses(tuned['whole'])} at the end" if tuned["whole"] else ""
+    spent = sum(each["tokens"] for each in every)
     edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
     return (
-        f"{tuned['recipe']}: {chosen:g}, of {losses} nats a token on the validation split after {tuned['steps']:,} "
-        f"steps of {tuned['row']}, {spent:,} tokens in all{edge}"
+        f"{tuned['recipe']}: {chosen:g}, of {losses(tuned['tried'])} nats a token on the validation split after "
+        f"{tuned['steps']:,} steps of {tuned['row']}{whole}, {spent:,} tokens in all{edge}"
     )
 
 

@@ -301,7 +301,8 @@ def _convergence(outcome: Outcome) -> list[str]:
         f"learning rate is divided by four after {counted(rules.plateau_patience, 'such evaluation')}, and falls to "
         f"zero over the last {rules.decay_share:.0%} of the cap. A row that averages its weights when validation stops "
         f"improving keeps the schedule of its recipe. Learning rates are tried on the validation split with seed 1, in "
-        f"runs of {rules.tuning_share:.0%} of the cap whose rate falls to zero."
+        f"runs of {rules.tuning_share:.0%} of the cap whose rate falls to zero"
+        + ("; the best of them and half of it are then tried in runs to the end." if rules.halvings else ".")
     ]
     return [note(each) for each in [*lines, *(f"Learning rate of {each}." for each in tuned_rates(outcome))]]
 

@@ -179,7 +179,8 @@ def check_form(result: JsonObject, needed: Sequence[str]) -> None:
         numbers |= {f"{name} of the point at {point['length']}": point[name] for name in ("length", "nll")}
     if (tuned := result.get("rates")) is not None:
         _expect(Tuned.__annotations__.keys() <= tuned.keys(), "no learning rates")
-        _expect(all(Tried.__annotations__.keys() <= each.keys() for each in tuned["tried"]), "no learning rates")
+        tried = (*tuned["tried"], *tuned["whole"])
+        _expect(all(Tried.__annotations__.keys() <= each.keys() for each in tried), "no learning rates")
         numbers["factor"] = tuned["factor"]
     if (context := result.get("effective context")) is not None:
         _expect("window" in result, "no window")

@@ -18,8 +18,8 @@ from txl.reproduction.folder import changes, stored_json
 from txl.reproduction.scales import Scale
 from txl.runs.directory import RunDirectory, of_today
 
-_TRAINING = ("name", "steps", "dtype", "until_converged")
-"""Entries of a scale's record on which training depends; the others only affect measurements."""
+_TRAINING = ("name", "steps", "dtype")
+"""Entries of a scale's record that must agree; other differences in training show in the configurations."""
 
 
 def check_source(source: Path, scale: Scale, text: str, separate_sentences: bool) -> None:
@@ -83,8 +83,11 @@ def take_run(source: Path, run: RunConfig, text: str, directory: Path) -> Path |
     return None
 
 
-def take_rate(source: Path, recipe: str, rates: Path) -> None:
-    """Copy the tuned learning rate of a recipe, if the folder `source` has one and the folder `rates` has none."""
+def take_rate(source: Path, recipe: str, rates: Path, scale: Scale) -> None:
+    """Copy the tuned learning rate of a recipe, if `source` has one of the same rules and `rates` has none."""
+    about = of_today(stored_json(source / "experiment.json") or {})
+    if about.get("scale", {}).get("until_converged") != scale.to_dict().get("until_converged"):
+        return
     there, here = (folder / f"{recipe}.json" for folder in (source / "rates", rates))
     if there.exists() and not here.exists():
         rates.mkdir(parents=True, exist_ok=True)
