@@ -161,7 +161,12 @@ WHOLE = dataclasses.replace(RULES, halvings=2)
 
 @pytest.mark.parametrize(
     ("best", "whole", "chosen", "at_edge"),
-    [(1, [1, 0.5], 1, False), (0.5, [1, 0.5, 0.25], 0.5, False), (0.1, [1, 0.5, 0.25], 0.25, True)],
+    [
+        (1, [1, 0.5], 1, False),
+        (0.5, [1, 0.5, 0.25], 0.5, False),
+        (0.1, [1, 0.5, 0.25], 0.25, True),
+        (0.5**0.503, [1, 0.5], 1, False),  # half of the rate is better by 0.004 nats
+    ],
 )
 def test_runs_to_the_end_halve_the_rate_while_that_helps(best, whole, chosen, at_edge, tmp_path):
     """Short runs are best at the recipe's rate; `best` is the factor that is best after all steps."""

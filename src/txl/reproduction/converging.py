@@ -3,8 +3,8 @@
 A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, kind of
 embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a
 recipe is trained with seed 1 at each rate, for a part of the steps. The rate with the lowest validation loss and half
-of it are then trained to the end, and the better of the two is chosen; if that is the lower one, half of it is tried
-too.
+of it are then trained to the end. Half of it is chosen if it ends better by more than chance, and then half of that is
+tried too.
 
 `rates/RECIPE.json` stores the choice; `rates/RECIPE/ROW/RATE` holds the short runs and `RATE-whole` the others, which
 resume after a stop. The chosen whole run becomes the row's run of seed 1. If the first row fails, the next one tunes
@@ -25,6 +25,10 @@ from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.files import write_whole
 from txl.reproduction.folder import stored_json
+
+LEAST_GAIN = 0.005
+"""Least gain in nats per token for which half a rate is chosen. Seeds of one model differ by 0.01, so that a smaller
+gain is chance, and tables share models only at the same rate."""
 
 
 @dataclass(frozen=True)
@@ -175,13 +179,13 @@ def tune(
     best = _best(tried)
     whole: dict[float, Tried] = {}
     if tried[best]["nll"] is not None and rules.halvings:
-        for factor in (best / 2**halving for halving in range(rules.halvings + 1)):
+        for factor in [best / 2**halving for halving in range(rules.halvings + 1)]:
             one = at_rate(run, factor)
             whole[factor] = fit(one, whole_run(folder, recipe, row, one))
             whole[factor]["factor"] = factor
-            if _best(whole) != factor:
+            if factor != best and not _loss(whole[factor]) < _loss(whole[best]) - LEAST_GAIN:
                 break
-        best = _best(whole)
+            best = factor
     if (whole or tried)[best]["nll"] is None:
         rates = ", ".join(f"{each['learning_rate']:g}" for each in (whole or tried).values())
         raise UserError(f"training diverges at every learning rate that was tried: {rates}")
@@ -214,8 +218,9 @@ def whole_run(folder: Path, recipe: str, row: str, run: RunConfig) -> Path:
 def _best(tried: dict[float, Tried]) -> float:
     """Return the factor with the lowest loss; if several have this loss, the smallest."""
 
-    def loss(factor: float) -> float:
-        found = tried[factor]["nll"]
-        return math.inf if found is None else found
+    return min(sorted(tried), key=lambda factor: _loss(tried[factor]))
 
-    return min(sorted(tried), key=loss)
+
+def _loss(tried: Tried) -> float:
+    """Return the loss of a run that tried a learning rate, infinite if training diverged."""
+    return math.inf if tried["nll"] is None else tried["nll"]
