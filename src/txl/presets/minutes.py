@@ -32,7 +32,7 @@ After PASSES passes over the text, one more pass counts 1/e of the first."""
 BETA = 0.3
 """The fitted runs have only two lengths, which any exponent fits equally well. In eight comparisons of three shapes at
 equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best. With 0.4 or more, the choice for ten
-minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`)."""
+minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`); seeds differ by 2%."""
 LANES = 64.0
 """In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed, not measured."""
 MOST_WEIGHTS = 8.0
