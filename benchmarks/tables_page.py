@@ -103,7 +103,7 @@ def section(stem: str, record: Record) -> str:
     parts.append(table(heads, [[str(cell) for cell in row] for row in rows]) + "\n")
     own = [judged for judged in output["claims"] if judged["claim"].split(",")[0] not in CLAIMS]
     parts += [f"- {judged['text']}: **{judged['outcome']}** ({judged['reason']})\n" for judged in own]
-    return "\n".join([*parts, made(stem, record)])
+    return "\n".join([*parts, *spent(output), made(stem, record)])
 
 
 def label(row: Record) -> str:
@@ -139,6 +139,37 @@ def at_cap(output: Record) -> str:
     if not capped:
         return "no row reached this limit"
     return "all rows reached this limit" if len(capped) == len(trained) else f"{', '.join(capped)} reached this limit"
+
+
+def spent(output: Record) -> list[str]:
+    """Return a line with the time of a run and the learning rates that were tried; nothing if none was tuned."""
+    runs = [each for row in output["rows"] for each in row["seeds"].values() if "training_seconds" in each]
+    tuned = [{"whole": []} | each["rates"] for each in runs if "rates" in each]
+    if not tuned:
+        return []
+    minutes = sorted(each["training_seconds"] / 60 for each in runs)
+    most = max(each["tokens"] for each in runs)
+    rates = "; ".join(dict.fromkeys(map(chosen, tuned)))
+    return [
+        f"A run took {minutes[0]:.1f} to {minutes[-1]:.1f} minutes and up to {most / 1e6:.1f} million tokens. Learning "
+        f"rates, with losses of seed 1 on the validation split: {rates}.\n"
+    ]
+
+
+def chosen(tuned: Record) -> str:
+    """Return the chosen learning rate of a recipe, and the losses of all that were tried."""
+
+    def losses(tried: list[Record]) -> str:
+        return ", ".join(
+            f"{each['learning_rate']:g} {'diverged' if each['nll'] is None else format(each['nll'], '.3f')}"
+            for each in tried
+        )
+
+    every = [*tuned["tried"], *tuned["whole"]]
+    rate = next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
+    whole = f"; to the end: {losses(tuned['whole'])}" if tuned["whole"] else ""
+    kind = tuned["recipe"].rsplit("-", 2)[0]
+    return f"{kind} {rate:g} ({tuned['steps']:,} steps of `{tuned['row']}`: {losses(tuned['tried'])}{whole})"
 
 
 def made(stem: str, record: Record) -> str:

@@ -59,6 +59,23 @@ def test_a_table_says_which_rows_came_to_the_cap(statuses, said):
     assert "; 2 seeds (fewer of `a`); 100 targets" in tables_page.budget(output | {"seeds": 2})
 
 
+def test_a_table_says_what_a_run_took_and_which_rates_were_tried():
+    def tried(rate, nll):
+        return {"factor": rate / 1e-3, "learning_rate": rate, "nll": nll, "tokens": 10, "seconds": 1.0}
+
+    rates = {
+        "recipe": "lstm-adam-0.001", "row": "a", "steps": 800, "tried": [tried(1e-3, 5.0), tried(2e-3, 4.9)],
+        "whole": [tried(2e-3, 4.7), tried(1e-3, 4.6)], "factor": 1.0, "at_edge": False,
+    }  # fmt: skip
+    runs = {"1": {"rates": rates, "training_seconds": 90, "tokens": 10**6}, "2": {"training_seconds": 150, "tokens": 1}}
+    output = {"rows": [{"row": "a", "seeds": runs}, {"row": "b", "seeds": {}}]}
+    [line] = tables_page.spent(output)
+    assert line.startswith("A run took 1.5 to 2.5 minutes and up to 1.0 million tokens. Learning rates, ")
+    assert ": lstm 0.001 (800 steps of `a`: 0.001 5.000, 0.002 4.900; to the end: 0.002 4.700, 0.001 4.600).\n" in line
+    del runs["1"]["rates"]
+    assert tables_page.spent(output) == []
+
+
 def test_pictures_follow_dark_mode(tmp_path):
     pictures.write_pictures(ROOT / "results", tmp_path)
     assert pictures.check_pictures(ROOT / "results", tmp_path) == []
