@@ -217,6 +217,8 @@ def costs(given: argparse.Namespace) -> list[str]:
     checks = []
     for path in given.checks:
         for name, found in json.loads(path.read_text())["output"]["texts"].items():
+            if name not in texts:
+                raise SystemExit(f"{path} has a check on {name}; give its text in --texts")
             run = with_options(txl.preset("stdlib-bpe"), {"data.corpus": str(Path(texts[name]).absolute())})
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data", quiet=True)
             own, rows = len(corpus.tokens("train")), found["runs"]
