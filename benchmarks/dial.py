@@ -192,8 +192,8 @@ def fit(curves: list[dict[str, Any]], beta: float = minutes.BETA) -> dict[str, f
     first, *later = sorted(by_steps)
 
     def misses(passes: float) -> float:
-        own_tokens = passes * small[0]["train_tokens"]
-        worth = {each: own_tokens * -math.expm1(-each * LANES_HERE * 128 / own_tokens) for each in by_steps}
+        own = small[0]["train_tokens"]
+        worth = {each: minutes.counted_tokens(each * LANES_HERE * 128, own, passes) for each in by_steps}
         expected = {each: found["B"] * worth[each] ** -beta for each in by_steps}
         return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
 
@@ -233,9 +233,8 @@ def costs(given: argparse.Namespace) -> list[str]:
         for _, own, rows in checks:
             expected = []
             for row in rows:
-                tokens, most = row["steps"] * LANES_HERE * 128, law["PASSES"] * own
+                worth = minutes.counted_tokens(row["steps"] * LANES_HERE * 128, own, law["PASSES"])
                 size = layer_weights(f"{row['model']['n_layer']}x{row['model']['d_model']}")
-                worth = most * -math.expm1(-tokens / most)
                 expected.append(law["A"] / size ** law["ALPHA"] + law["B"] / worth**beta)
             bits = [row["bits_per_byte"] for row in rows]
             beside.append(bits[expected.index(min(expected))] / min(bits) - 1)

@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
-from txl.reproduction.outcome import named_seeds, recorded_seeds
+from txl.reproduction.outcome import chosen_rate, named_seeds, rates_and_losses, recorded_seeds
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]
@@ -156,20 +156,15 @@ def spent(output: Record) -> list[str]:
     ]
 
 
-def chosen(tuned: Record) -> str:
+def chosen(tuned: Any) -> str:
     """Return the chosen learning rate of a recipe, and the losses of all that were tried."""
 
-    def losses(tried: list[Record]) -> str:
-        return ", ".join(
-            f"{each['learning_rate']:g} {'diverged' if each['nll'] is None else format(each['nll'], '.3f')}"
-            for each in tried
-        )
+    def losses(name: str) -> str:
+        return ", ".join(" ".join(each) for each in rates_and_losses(tuned[name]))
 
-    every = [*tuned["tried"], *tuned["whole"]]
-    rate = next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
-    whole = f"; to the end: {losses(tuned['whole'])}" if tuned["whole"] else ""
+    whole = f"; to the end: {losses('whole')}" if tuned["whole"] else ""
     kind = tuned["recipe"].rsplit("-", 2)[0]
-    return f"{kind} {rate:g} ({tuned['steps']:,} steps of `{tuned['row']}`: {losses(tuned['tried'])}{whole})"
+    return f"{kind} {chosen_rate(tuned):g} ({tuned['steps']:,} steps of `{tuned['row']}`: {losses('tried')}{whole})"
 
 
 def made(stem: str, record: Record) -> str:

@@ -258,9 +258,14 @@ def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
     own = text.own_tokens
     size = min(run.model.parameter_count(0), MOST_WEIGHTS * own)
     tokens = steps * run.train.tokens_per_step
-    worth = PASSES * own * -math.expm1(-tokens / (PASSES * own))
+    worth = counted_tokens(tokens, own, PASSES)
     worth *= (LANES + BATCHES[0]) / (LANES + run.train.batch_size)
     return A / size**ALPHA + B / worth**BETA
+
+
+def counted_tokens(tokens: float, own: float, passes: float) -> float:
+    """Return how many tokens of training count, if a pass after `passes` passes over `own` tokens counts 1/e."""
+    return passes * own * -math.expm1(-tokens / (passes * own))
 
 
 def reasons(

@@ -35,7 +35,7 @@ from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.checking import check_groups, check_measured, check_stored
 from txl.reproduction.configuring import NotTrained, configure
-from txl.reproduction.converging import Tried, at_rate, recipe_of, tune, whole_run
+from txl.reproduction.converging import Tried, Tuned, UntilConverged, at_rate, recipe_of, tune, whole_run
 from txl.reproduction.folder import Busy, Folder, stored_json
 from txl.reproduction.measuring import (
     is_finite,
@@ -324,15 +324,7 @@ class Experiment:
         whole: Path | None = None
         if (rules := self.scale.until_converged) is not None:
             run.train.seed = 1
-            with self._folder.working_on(f"rates-{recipe_of(run)}"):
-                for folder in folders:
-                    take_rate(folder, recipe_of(run), self.out / "rates", self.scale)
-
-                def try_rate(run: RunConfig, directory: Path) -> Tried:
-                    self._reuse(result.row, run, corpus, directory, folders)
-                    return self._try_rate(run, directory)
-
-                tuned = tune(result.row.key, run, rules, self.out / "rates", try_rate)
+            tuned = self._tuned(result.row, run, rules, corpus, folders)
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
             whole = whole_run(self.out / "rates", tuned["recipe"], result.row.key, run)
         run.train.seed = seed
@@ -369,6 +361,18 @@ class Experiment:
             size = len(corpus.vocabulary)
             measured |= measure_cost(run, RunConfig.from_dict(peer), size, 3 * self.scale.speed_steps, self.device)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
+
+    def _tuned(self, row: Row, run: RunConfig, rules: UntilConverged, corpus: Corpus, folders: Sequence[Path]) -> Tuned:
+        """Return the learning rate of a row's recipe: of this folder, of another table's folder, or tuned now."""
+
+        def try_rate(run: RunConfig, directory: Path) -> Tried:
+            self._reuse(row, run, corpus, directory, folders)
+            return self._try_rate(run, directory)
+
+        with self._folder.working_on(f"rates-{recipe_of(run)}"):
+            for folder in folders:
+                take_rate(folder, recipe_of(run), self.out / "rates", self.scale)
+            return tune(row.key, run, rules, self.out / "rates", try_rate)
 
     def _reuse(self, row: Row, run: RunConfig, corpus: Corpus, directory: Path, folders: Sequence[Path]) -> None:
         """Copy a finished run of this configuration from another table's folder, if one has it."""

@@ -243,23 +243,31 @@ def hit_cap(result: RowResult) -> bool:
     return any(each.get("steps") == result.config["train"]["steps"] for each in result.by_seed.values())
 
 
+def rates_and_losses(tried: Sequence[Tried]) -> list[tuple[str, str]]:
+    """Return each learning rate that was tried, and its validation loss or "diverged"."""
+    return [
+        (f"{each['learning_rate']:g}", "diverged" if each["nll"] is None else f"{each['nll']:.3f}") for each in tried
+    ]
+
+
+def chosen_rate(tuned: Tuned) -> float:
+    """Return the learning rate that was chosen."""
+    every = (*tuned["tried"], *tuned["whole"])
+    return next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
+
+
 def rates_text(tuned: Tuned) -> str:
     """Return a line with the learning rates that were tried and the chosen one."""
 
     def losses(tried: Sequence[Tried]) -> str:
-        return ", ".join(
-            f"{each['learning_rate']:g} ({'diverged' if each['nll'] is None else format(each['nll'], '.3f')})"
-            for each in tried
-        )
+        return ", ".join(f"{rate} ({loss})" for rate, loss in rates_and_losses(tried))
 
-    every = [*tuned["tried"], *tuned["whole"]]
-    chosen = next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
     whole = f" and {losses(tuned['whole'])} at the end" if tuned["whole"] else ""
-    spent = sum(each["tokens"] for each in every)
+    spent = sum(each["tokens"] for each in (*tuned["tried"], *tuned["whole"]))
     edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
     return (
-        f"{tuned['recipe']}: {chosen:g}, of {losses(tuned['tried'])} nats a token on the validation split after "
-        f"{tuned['steps']:,} steps of {tuned['row']}{whole}, {spent:,} tokens in all{edge}"
+        f"{tuned['recipe']}: {chosen_rate(tuned):g}, of {losses(tuned['tried'])} nats a token on the validation split "
+        f"after {tuned['steps']:,} steps of {tuned['row']}{whole}, {spent:,} tokens in all{edge}"
     )
 
 
