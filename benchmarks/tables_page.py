@@ -250,7 +250,7 @@ def curves(output: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
     found: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for row in output["rows"]:
         if row["loss_by_length"]:
-            points = [(int(length), math.exp(fmean(nll))) for length, nll in row["loss_by_length"].items()]
+            points = [(int(length), fmean(map(math.exp, nll))) for length, nll in row["loss_by_length"].items()]
             found.setdefault(groups[row["row"]], {})[row["row"]] = points
     return found
 

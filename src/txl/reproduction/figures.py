@@ -87,10 +87,12 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
     if not shown:
         return None
     points = {
-        key: [(length, quality(statistics.fmean(each), outcome.unit)) for length, each in sorted(curve.items())]
-        for key, curve in ((key, outcome.curves[key]) for key in shown)
+        key: [
+            (length, statistics.fmean(quality(nll, outcome.unit) for nll in losses))
+            for length, losses in sorted(outcome.curves[key].items())
+        ]
+        for key in shown
     }
-
     return length_plot(points, name, label, quality_label(outcome.unit)).drawing()
 
 
