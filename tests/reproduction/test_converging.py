@@ -51,14 +51,15 @@ def test_the_rate_with_the_lowest_loss_is_chosen(loss, asked, chosen, at_edge, t
     assert (again, same) == ([], found)
 
 
-def test_families_kinds_of_recurrent_networks_embeddings_and_first_weights_choose_apart():
+def test_families_kinds_of_recurrent_networks_depths_embeddings_and_first_weights_choose_apart():
     usual = micro_run().model
     models = {
-        "lstm": RecurrentConfig(kind="lstm"),
-        "qrnn": RecurrentConfig(kind="qrnn"),
-        "transformer-xl": usual,
-        "transformer-xl-adaptive": dataclasses.replace(usual, cutoffs=(4,), div_val=2),
-        "transformer-xl-xavier": dataclasses.replace(usual, init="xavier"),
+        "lstm-3L": RecurrentConfig(kind="lstm", n_layer=3),
+        "qrnn-3L": RecurrentConfig(kind="qrnn", n_layer=3),
+        "transformer-xl-2L": dataclasses.replace(usual, n_layer=2),
+        "transformer-xl-4L": dataclasses.replace(usual, n_layer=4),
+        "transformer-xl-2L-adaptive": dataclasses.replace(usual, n_layer=2, cutoffs=(4,), div_val=2),
+        "transformer-xl-2L-xavier": dataclasses.replace(usual, n_layer=2, init="xavier"),
     }
     names = [recipe_of(dataclasses.replace(micro_run(), model=model)) for model in models.values()]
     assert names == [f"{name}-adam-0.01" for name in models]
@@ -126,7 +127,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
     with pytest.raises(UserError, match="holds another reproduction: scale.steps 8 -> 16"):
         experiment("table6", longer, words, tmp_path / "out", data_dir, seeds=1, rows=rows).run()
     found = {result.row.key: result for result in it.run()}
-    assert [path.name for path in (tmp_path / "out" / "rates").glob("*.json")] == ["transformer-xl-adam-0.01.json"]
+    assert [path.name for path in (tmp_path / "out" / "rates").glob("*.json")] == ["transformer-xl-1L-adam-0.01.json"]
     for key, result in found.items():
         assert result.status == "done", result.reason
         seed = result.by_seed[1]
@@ -142,7 +143,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
     before = files(tmp_path / "out")
     outcome = gathered(it, it.run())
     assert files(tmp_path / "out") == before
-    assert "learning rate of transformer-xl-adam-0.01: " in markdown(outcome)
+    assert "learning rate of transformer-xl-1L-adam-0.01: " in markdown(outcome)
     page = outcome_page(
         outcome, tmp_path / "out", ["txl"], {"hardware": {"cpu": "one", "cores": 2, "device": "cpu"}, "software": {}}
     )

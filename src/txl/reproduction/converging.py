@@ -1,8 +1,8 @@
 """Training until validation stops improving, at the best of a few learning rates.
 
-A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, kind of
-embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The first row of a
-recipe is trained with seed 1 at each rate, for a part of the steps. The rate with the lowest validation loss and half
+A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, number of layers,
+kind of embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The first
+row of a recipe is trained with seed 1 at each rate, for a part of the steps. The rate with the lowest validation loss and half
 of it are then trained to the end. Half of it is chosen if it ends better by more than chance, and then half of that is
 tried too.
 
@@ -86,10 +86,10 @@ class Tuned(TypedDict):
 
 def recipe_of(run: RunConfig) -> str:
     """Return the name of a run's recipe; rows of one recipe share a tuned learning rate."""
-    # A QRNN learns best at rates at which an LSTM learns nothing. The best rate also depends on the initial weights and
-    # on whether rare words have narrower embeddings.
+    # A QRNN learns best at rates at which an LSTM learns nothing. The best rate also depends on depth, on the initial
+    # weights and on whether rare words have narrower embeddings.
     model = run.model
-    names = [getattr(model, model.choice) if model.constant_state else model.family]
+    names = [getattr(model, model.choice) if model.constant_state else model.family, f"{model.n_layer}L"]
     if model.div_val > 1:
         names.append("adaptive")
     if model.first_weights != "normal":
