@@ -124,21 +124,25 @@ def budget(output: Record) -> str:
     if output["what"] == "table8":
         targets = output["rows"][0]["seeds"]["1"]["targets"]
     seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
-    single = [f"`{row['row']}`" for row in output["rows"] if 0 < len(row["seeds"]) < output["seeds"]]
-    if single:
-        seeds += f" (fewer of {', '.join(single)})"
+    for fewer in range(output["seeds"] - 1, 0, -1):
+        if rows := [f"`{row['row']}`" for row in output["rows"] if len(row["seeds"]) == fewer]:
+            seeds += f", {fewer} of {', '.join(rows)}"
     if missing := [f"`{row['row']}`" for row in output["rows"] if row["status"] == "not finished"]:
         seeds += f"; not trained: {', '.join(missing)}"
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
 
 
 def at_cap(output: Record) -> str:
-    """Return a clause that names the rows trained until convergence that reached the limit of steps."""
+    """Return a clause that states which rows trained until convergence reached the limit of steps."""
     trained = [row for row in output["rows"] if row["status"] == "done"]
-    capped = [f"`{row['row']}`" for row in trained if row["shown"]["status"].startswith("hit the cap")]
-    if not capped:
+    capped = [row["shown"]["status"].startswith("hit the cap") for row in trained]
+    if not any(capped):
         return "no row reached this limit"
-    return "all rows reached this limit" if len(capped) == len(trained) else f"{', '.join(capped)} reached this limit"
+    fewer = 2 * sum(capped) <= len(capped)  # name the shorter part
+    named = ", ".join(f"`{row['row']}`" for row, at in zip(trained, capped, strict=True) if at == fewer)
+    if fewer:
+        return f"{named} reached this limit"
+    return f"all rows but {named} reached this limit" if named else "all rows reached this limit"
 
 
 def spent(output: Record) -> list[str]:
