@@ -119,30 +119,30 @@ def budget(output: Record) -> str:
         return "Nothing is trained. Times of one thread."
     length = f"{scale['steps']:,} steps each, not converged"
     if scale.get("until_converged"):
-        length = f"trained until validation no longer improves, for {scale['steps']:,} steps at most ({at_cap(output)})"
+        length = f"trained until validation stops improving or {scale['steps']:,} steps are made ({at_cap(output)})"
     targets = scale["eval_tokens"]
     if output["what"] == "table8":
         targets = output["rows"][0]["seeds"]["1"]["targets"]
     seeds = f"{output['seeds']} seed" + "s" * (output["seeds"] > 1)
     for fewer in range(output["seeds"] - 1, 0, -1):
         if rows := [f"`{row['row']}`" for row in output["rows"] if len(row["seeds"]) == fewer]:
-            seeds += f", {fewer} of {', '.join(rows)}"
+            seeds += f", but {fewer} of each of {', '.join(rows)}"
     if missing := [f"`{row['row']}`" for row in output["rows"] if row["status"] == "not finished"]:
         seeds += f"; not trained: {', '.join(missing)}"
     return f"{output['corpus']} in {output['unit']}s, {length}; {seeds}; {targets:,} targets of the test split."
 
 
 def at_cap(output: Record) -> str:
-    """Return a clause that states which rows trained until convergence reached the limit of steps."""
+    """Return a clause that states which rows made as many steps as they were allowed."""
     trained = [row for row in output["rows"] if row["status"] == "done"]
     capped = [row["shown"]["status"].startswith("hit the cap") for row in trained]
     if not any(capped):
-        return "no row reached this limit"
+        return "no row made all steps"
     fewer = 2 * sum(capped) <= len(capped)  # name the shorter part
     named = ", ".join(f"`{row['row']}`" for row, at in zip(trained, capped, strict=True) if at == fewer)
     if fewer:
-        return f"{named} reached this limit"
-    return f"all rows but {named} reached this limit" if named else "all rows reached this limit"
+        return f"{named} made all steps"
+    return f"all rows but {named} made all steps" if named else "all rows made all steps"
 
 
 def spent(output: Record) -> list[str]:
@@ -168,7 +168,8 @@ def chosen(tuned: Any) -> str:
 
     whole = f"; to the end: {losses('whole')}" if tuned["whole"] else ""
     kind = tuned["recipe"].rsplit("-", 2)[0]
-    return f"{kind} {chosen_rate(tuned):g} ({tuned['steps']:,} steps of `{tuned['row']}`: {losses('tried')}{whole})"
+    row = f"`{tuned['row']}` of {tuned['table']}"
+    return f"{kind} {chosen_rate(tuned):g} ({tuned['steps']:,} steps of {row}: {losses('tried')}{whole})"
 
 
 def made(stem: str, record: Record) -> str:

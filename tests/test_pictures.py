@@ -41,11 +41,11 @@ def test_tables_and_plots_are_what_the_records_give(tmp_path):
 @pytest.mark.parametrize(
     ("statuses", "said"),
     [
-        (("trained", "trained"), "no row reached this limit"),
-        (("hit the cap", "trained"), "`a` reached this limit"),
-        (("hit the cap", "hit the cap"), "all rows reached this limit"),
-        (("hit the cap, 1 of 2 seeds", "hit the cap"), "all rows reached this limit"),
-        (("hit the cap", "trained", "hit the cap"), "all rows but `b` reached this limit"),
+        (("trained", "trained"), "no row made all steps"),
+        (("hit the cap", "trained"), "`a` made all steps"),
+        (("hit the cap", "hit the cap"), "all rows made all steps"),
+        (("hit the cap, 1 of 2 seeds", "hit the cap"), "all rows made all steps"),
+        (("hit the cap", "trained", "hit the cap"), "all rows but `b` made all steps"),
     ],
 )
 def test_a_table_says_which_rows_came_to_the_cap(statuses, said):
@@ -55,10 +55,10 @@ def test_a_table_says_which_rows_came_to_the_cap(statuses, said):
     ]
     scale = {"until_converged": {"patience": 4}, "steps": 4000, "eval_tokens": 100}
     output = {"what": "table7", "corpus": "ptb", "unit": "word", "seeds": 1, "scale": scale, "rows": rows}
-    assert f"for 4,000 steps at most ({said}); 1 seed; 100 targets" in tables_page.budget(output)
+    assert f"or 4,000 steps are made ({said}); 1 seed; 100 targets" in tables_page.budget(output)
     for row in rows[1:]:
         row["seeds"]["2"] = {}
-    assert "; 2 seeds, 1 of `a`; 100 targets" in tables_page.budget(output | {"seeds": 2})
+    assert "; 2 seeds, but 1 of each of `a`; 100 targets" in tables_page.budget(output | {"seeds": 2})
 
 
 def test_a_table_says_what_a_run_took_and_which_rates_were_tried():
@@ -66,14 +66,17 @@ def test_a_table_says_what_a_run_took_and_which_rates_were_tried():
         return {"factor": rate / 1e-3, "learning_rate": rate, "nll": nll, "tokens": 10, "seconds": 1.0}
 
     rates = {
-        "recipe": "lstm-adam-0.001", "row": "a", "steps": 800, "tried": [tried(1e-3, 5.0), tried(2e-3, 4.9)],
+        "recipe": "lstm-adam-0.001", "table": "table1", "row": "a", "steps": 800, "tried": [tried(1e-3, 5.0), tried(2e-3, 4.9)],
         "whole": [tried(2e-3, 4.7), tried(1e-3, 4.6)], "factor": 1.0, "at_edge": False,
     }  # fmt: skip
     runs = {"1": {"rates": rates, "training_seconds": 90, "tokens": 10**6}, "2": {"training_seconds": 150, "tokens": 1}}
     output = {"rows": [{"row": "a", "seeds": runs}, {"row": "b", "seeds": {}}]}
     [line] = tables_page.spent(output)
     assert line.startswith("A run took 1.5 to 2.5 minutes and up to 1.0 million tokens. Learning rates, ")
-    assert ": lstm 0.001 (800 steps of `a`: 0.001 5.000, 0.002 4.900; to the end: 0.002 4.700, 0.001 4.600).\n" in line
+    assert (
+        ": lstm 0.001 (800 steps of `a` of table1: 0.001 5.000, 0.002 4.900; to the end: 0.002 4.700, 0.001 4.600).\n"
+        in line
+    )
     del runs["1"]["rates"]
     assert tables_page.spent(output) == []
 

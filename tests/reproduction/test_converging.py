@@ -30,7 +30,7 @@ def tuned(folder, loss, rules=RULES):
         asked.append(run.train.learning_rate / 1e-2)
         return Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=loss(asked[-1]), tokens=10, seconds=1.0)
 
-    return asked, tune("xl", with_convergence(micro_run(), rules), rules, folder, fit)
+    return asked, tune("table6", "xl", with_convergence(micro_run(), rules), rules, folder, fit)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_runs_to_the_end_halve_the_rate_while_that_helps(best, whole, chosen, at
         loss = abs(math.log(factor / (best if is_whole else 1)))
         return Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=loss, tokens=10, seconds=1.0)
 
-    found = tune("xl", with_convergence(micro_run(), WHOLE), WHOLE, tmp_path, fit)
+    found = tune("table6", "xl", with_convergence(micro_run(), WHOLE), WHOLE, tmp_path, fit)
     assert asked == pytest.approx(whole)
     assert [each["factor"] for each in found["whole"]] == whole
     assert (found["factor"], found["at_edge"]) == (chosen, at_edge)

@@ -1,10 +1,10 @@
 """Training until validation stops improving, at the best of a few learning rates.
 
-A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, number of layers,
-kind of embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The first
-row of a recipe is trained with seed 1 at each rate, for a part of the steps. The rate with the lowest validation loss and half
-of it are then trained to the end. Half of it is chosen if it ends better by more than chance, and then half of that is
-tried too.
+A learning rate is tuned once per recipe and used by all rows of the recipe: rows with the same family, number of
+layers, kind of embeddings, initial weights, optimiser and learning rate, and for recurrent networks the same kind. The
+first row of a recipe is trained with seed 1 at each rate, for a part of the steps. The rate with the lowest validation
+loss and half of it are then trained to the end. Half of it is chosen if it ends better by `LEAST_GAIN`, and then half
+of that is tried too.
 
 `rates/RECIPE.json` stores the choice; `rates/RECIPE/ROW/RATE` holds the short runs and `RATE-whole` the others, which
 resume after a stop. The chosen whole run becomes the row's run of seed 1. If the first row fails, the next one tunes
@@ -27,8 +27,8 @@ from txl.files import write_whole
 from txl.reproduction.folder import stored_json
 
 LEAST_GAIN = 0.005
-"""Least gain in nats per token for which half a rate is chosen. Seeds of one model differ by 0.01, so that a smaller
-gain is chance, and tables share models only at the same rate."""
+"""Least gain in nats per token for which half a rate is chosen. Tables share models only at the same rate, so a tiny
+gain must not change it. Seeds of one model differ by more, 0.01 to 0.06."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class Tuned(TypedDict):
     """The choice of a recipe's learning rate."""
 
     recipe: str
+    table: str
     row: str
     steps: int
     tried: list[Tried]
@@ -142,11 +143,12 @@ def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfi
 
 
 def tune(
-    row: str, run: RunConfig, rules: UntilConverged, folder: Path, fit: Callable[[RunConfig, Path], Tried]
+    table: str, row: str, run: RunConfig, rules: UntilConverged, folder: Path, fit: Callable[[RunConfig, Path], Tried]
 ) -> Tuned:
     """Return the tuned learning rate of a row's recipe: stored in the folder, or else tuned now and stored.
 
     Args:
+        table: name of the table.
         row: key of the row.
         run: configuration from `with_convergence`, with the recipe's learning rate and seed 1.
         rules: rules with the rates to try and the share of steps.
@@ -191,6 +193,7 @@ def tune(
         raise UserError(f"training diverges at every learning rate that was tried: {rates}")
     tuned = Tuned(
         recipe=recipe,
+        table=table,
         row=row,
         steps=tuning_run(run, rules, 1.0).train.steps,
         tried=[tried[factor] for factor in sorted(tried)],

@@ -372,7 +372,7 @@ class Experiment:
         with self._folder.working_on(f"rates-{recipe_of(run)}"):
             for folder in folders:
                 take_rate(folder, recipe_of(run), self.out / "rates", self.scale)
-            return tune(row.key, run, rules, self.out / "rates", try_rate)
+            return tune(self.definition.name, row.key, run, rules, self.out / "rates", try_rate)
 
     def _reuse(self, row: Row, run: RunConfig, corpus: Corpus, directory: Path, folders: Sequence[Path]) -> None:
         """Copy a finished run of this configuration from another table's folder, if one has it."""

@@ -267,7 +267,7 @@ def rates_text(tuned: Tuned) -> str:
     edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
     return (
         f"{tuned['recipe']}: {chosen_rate(tuned):g}, of {losses(tuned['tried'])} nats a token on the validation split "
-        f"after {tuned['steps']:,} steps of {tuned['row']}{whole}, {spent:,} tokens in all{edge}"
+        f"after {tuned['steps']:,} steps of {tuned['row']} of {tuned['table']}{whole}, {spent:,} tokens in all{edge}"
     )
 
 
