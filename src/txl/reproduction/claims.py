@@ -219,7 +219,8 @@ def _each(
             reasons.append(missing.reason)
         elif found is None:
             outcomes.append("undecided")
-            reasons.append(f"{other}: {_ONE_SEED.reason}")
+            single = [row for row in (other, ours) if len(results[row][measure]) == 1]
+            reasons.append(f"{', '.join(single)}: {_ONE_SEED.reason}")
         else:
             gain = sign * found.value
             mean = statistics.fmean(results[ours][measure])
