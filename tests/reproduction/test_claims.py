@@ -62,7 +62,11 @@ def test_a_missing_row_does_not_save_a_claim_that_another_refutes():
 
 
 def test_the_rows_that_have_one_seed_are_named():
-    for ours, first, named in (([1.0], [2.0, 3.0], "ours"), ([1.0, 1.1], [2.0], "first"), ([1.0], [2.0], "first, ours")):
+    for ours, first, named in (
+        ([1.0], [2.0, 3.0], "ours"),
+        ([1.0, 1.1], [2.0], "first"),
+        ([1.0], [2.0], "first, ours"),
+    ):
         verdict = lower("ours", "first")(results(ours=ours, first=first), {})
         assert verdict.reason == f"{named}: one seed has no spread to judge by"
 
