@@ -66,7 +66,8 @@ def test_a_table_says_what_a_run_took_and_which_rates_were_tried():
         return {"factor": rate / 1e-3, "learning_rate": rate, "nll": nll, "tokens": 10, "seconds": 1.0}
 
     rates = {
-        "recipe": "lstm-adam-0.001", "table": "table1", "row": "a", "steps": 800, "tried": [tried(1e-3, 5.0), tried(2e-3, 4.9)],
+        "recipe": "lstm-adam-0.001", "table": "table1", "row": "a", "steps": 800,
+        "tried": [tried(1e-3, 5.0), tried(2e-3, 4.9)],
         "whole": [tried(2e-3, 4.7), tried(1e-3, 4.6)], "factor": 1.0, "at_edge": False,
     }  # fmt: skip
     runs = {"1": {"rates": rates, "training_seconds": 90, "tokens": 10**6}, "2": {"training_seconds": 150, "tokens": 1}}

@@ -74,8 +74,10 @@ class Tuned(TypedDict):
 
     recipe: str
     table: str
+    """Name of the table with the row that was tuned; with `--reuse` it may be another one than that of the page."""
     row: str
     steps: int
+    """Number of steps of a short run."""
     tried: list[Tried]
     """Short runs, in ascending order of their rates."""
     whole: list[Tried]
