@@ -154,7 +154,9 @@ def masked_reference(leaves: list[Tensor], scope: KeyScope, mask: Tensor) -> Ten
     """Return attention with weights multiplied by `mask` [B,H,T,S]; one-hot values give the unmasked weights."""
     query, key, value, *others = leaves
     n_key = key.shape[1]
-    shown = torch.eye(n_key, dtype=query.dtype)[None, :, None].expand(len(query), -1, query.shape[2], -1)
+    shown = torch.eye(n_key, dtype=query.dtype, device=query.device)[None, :, None].expand(
+        len(query), -1, query.shape[2], -1
+    )
     weights = reference_attention(query, key, shown, *others, scope=scope)  # [B,T,H,S]
     return torch.einsum("bthS,bhtS,bShd->bthd", weights, mask, value)
 

@@ -58,10 +58,11 @@ FAMILIES: dict[str, ModelConfig] = {
 }
 
 
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
 @pytest.mark.parametrize("model", FAMILIES.values(), ids=list(FAMILIES))
-def test_a_step_does_not_wait_for_the_device(model, whole_pytorch):
+def test_a_step_does_not_wait_for_the_device(model, optimizer, whole_pytorch):
     """Two steps of two parts with averaged weights, the second step with memory; no step reads the loss."""
-    train_config = TrainConfig(batch_size=4, segment=6, micro_batches=2)
+    train_config = TrainConfig(batch_size=4, segment=6, micro_batches=2, optimizer=optimizer, weight_decay=0.1)
     made = build_model(model, 20).to(AHEAD).train()
     optimizer, average = build_optimizer(made, train_config), WeightAverage(made)
     text = torch.randint(20, (4, 7))
@@ -251,7 +252,7 @@ def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monk
     ("options", "device", "reason"),
     [
         ({}, "cpu", "needs an NVIDIA GPU, and this run trains on cpu"),
-        ({"train.optimizer": "muon"}, "cuda", "needs train.optimizer adam or adamw, and it is muon"),
+        ({"train.optimizer": "sgd"}, "cuda", "needs train.optimizer adam, adamw or muon, and it is sgd"),
         ({"train.on_spike": "rollback"}, "cuda", "needs train.on_spike report"),
     ],
 )
@@ -284,9 +285,12 @@ def nobody_waits() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def steps_on_a_gpu(shape: ModelConfig, captured: bool, dtype: Any) -> tuple[list[tuple[float, float]], torch.nn.Module]:
+def steps_on_a_gpu(
+    shape: ModelConfig, captured: bool, dtype: Any, optimizer_name: Any
+) -> tuple[list[tuple[float, float]], torch.nn.Module]:
     """Return losses and gradient norms of twelve updates, the eighth bad and the ninth void, and the trained model."""
     config = TrainConfig(dtype=dtype, batch_size=4, segment=6, micro_batches=2, learning_rate=0.01, capture=True)
+    config = dataclasses.replace(config, optimizer=optimizer_name)
     torch.manual_seed(3)
     model = build_model(shape, 20, "cuda").cuda().train()
     optimizer = build_optimizer(model, config)
@@ -317,9 +321,11 @@ def steps_on_a_gpu(shape: ModelConfig, captured: bool, dtype: Any) -> tuple[list
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", ON_A_GPU.values(), ids=list(ON_A_GPU))
-def test_on_a_gpu_steps_wait_for_nothing_and_recorded_ones_are_the_same(shape, dtype, device):
-    eager, recorded = (steps_on_a_gpu(shape, captured, dtype) for captured in (False, True))
+@pytest.mark.parametrize(
+    ("shape", "optimizer"), [*((each, "adam") for each in ON_A_GPU.values()), (SHAPE, "muon")], ids=[*ON_A_GPU, "Muon"]
+)
+def test_on_a_gpu_steps_wait_for_nothing_and_recorded_ones_are_the_same(shape, optimizer, dtype, device):
+    eager, recorded = (steps_on_a_gpu(shape, captured, dtype, optimizer) for captured in (False, True))
     for ours, theirs in zip(recorded[0], eager[0], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3 if dtype == "float32" else 3e-2, nan_ok=True)
     tolerance = 1e-4 if dtype == "float32" else 2e-2
@@ -328,7 +334,11 @@ def test_on_a_gpu_steps_wait_for_nothing_and_recorded_ones_are_the_same(shape, d
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("options", [{}, {"train.average_from": "6"}, {"train.random_segments": "true"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"train.average_from": "6"}, {"train.random_segments": "true"}, {"train.optimizer": "muon"}],
+    ids=str,
+)
 def test_a_run_on_a_gpu_is_the_same_captured_and_stopped(options, device, story, data_dir, tmp_path, monkeypatch):
     """Losses agree between runs without graphs, with graphs, and with graphs and an interruption."""
     losses = []

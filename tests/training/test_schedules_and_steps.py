@@ -299,6 +299,36 @@ def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16,
         assert (here - there).norm() < (1e-3 if in_bfloat16 else 0.05) * moved, name
 
 
+@pytest.mark.parametrize("most", [1, 100, 1 << 22])
+@pytest.mark.parametrize("name", MATRICES)
+def test_muon_on_a_gpu_updates_as_on_a_cpu_unless_its_flag_is_set(name, most, monkeypatch):
+    """Here on a CPU. With the flag set, gradients that are not finite change neither weights nor momenta."""
+    monkeypatch.setattr(optimisers, "_MOST_AT_ONCE", most)
+    monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: False)
+    train = TrainConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1)
+    models = [model_for_muon(name) for _ in range(2)]
+    optimizers: list[Any] = [build_optimizer(model, train) for model in models]
+    random = torch.Generator().manual_seed(1)
+    for skipped in (False, True, False):
+        before = [each.clone() for each in (*models[1].parameters(), *momenta(optimizers[1]))]
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            ours.grad = torch.randn(ours.shape, generator=random)
+            theirs.grad = ours.grad * math.nan if skipped else ours.grad.clone()
+        optimizers[1].found_inf = torch.tensor(float(skipped))
+        optimizers[1].step()
+        if skipped:
+            after = (*models[1].parameters(), *momenta(optimizers[1]))
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
+        else:
+            optimizers[0].step()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [each["momentum_buffer"] for each in optimizer.state.values() if "momentum_buffer" in each]
+
+
 def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
     train = TrainConfig(optimizer="muon", learning_rate=0.01)
     models = [model_for_muon("lstm") for _ in range(2)]

@@ -231,11 +231,14 @@ class FlexKernel:
     ) -> Float[Tensor, "B H T D"]:
         """Compute `WideKernel.attend`."""
         function: Callable[..., Any] = flex_attention
+        options = None
         if query.device.type == "cuda":
             if self._compiled is None:
                 self._compiled = torch.compile(flex_attention)
             function = self._compiled
-        return function(query, key, value, block_mask=mask, scale=scale)
+            if query.dtype == torch.float32:  # PyTorch's blocks do not fit wide heads into an H200's shared memory
+                options = {"fwd_BLOCK_M": 32, "fwd_BLOCK_N": 32, "fwd_num_stages": 1}
+        return function(query, key, value, block_mask=mask, scale=scale, kernel_options=options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlexKernel:
         """Return a new kernel: a copied model compiles its own kernel."""

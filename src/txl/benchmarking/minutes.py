@@ -33,6 +33,7 @@ from txl.presets.minutes import (
     units,
 )
 from txl.runs.environment import memory_bytes, multiplies_bfloat16
+from txl.training.compilation import can_capture
 from txl.training.estimate import estimate
 from txl.training.parallel import TrainedModel
 from txl.training.validation import evaluate_in_training
@@ -79,6 +80,7 @@ def run_in_minutes(
         UserError: if the text is too small, the time too short, or the options break a rule.
     """
     base = base_run(minutes, multiplies_bfloat16(device))
+    base.train.capture = can_capture(with_options(base, given), device)
     data = with_absolute_paths(with_options(base, given).data)
     _check_options(base, given)
     facts = text_facts(data.corpus)

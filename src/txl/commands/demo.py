@@ -48,11 +48,15 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
+    from txl.commands.options import pick_device
     from txl.presets import preset
+    from txl.training.compilation import can_capture
 
     changes, limit = config_options(arguments), arguments.test_tokens
     if arguments.preset == _PRESET:
         changes = arithmetic_of_this_machine() | changes
+        if can_capture(with_options(preset(_PRESET), changes), pick_device(None)):
+            changes = {"train.capture": "true"} | changes
     out, config = arguments.out, with_options(preset(arguments.preset), changes)
     validate(config)
     if limit is not None and limit < 2 * config.eval.batch_size:

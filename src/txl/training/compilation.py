@@ -77,12 +77,23 @@ def check_capture(run: RunConfig, device: str) -> None:
         reason = (
             "needs a constant loss, but the losses of this model's layers end one after another (model.layer_losses)"
         )
-    elif train.optimizer not in ("adam", "adamw"):
-        reason = f"needs train.optimizer adam or adamw, and it is {train.optimizer}"
+    elif train.optimizer == "sgd":
+        reason = "needs train.optimizer adam, adamw or muon, and it is sgd"
     elif train.on_spike != "report":
         reason = "needs train.on_spike report: a recorded step does not go back to a checkpoint"
     if reason is not None:
         raise UserError(f"train.capture {reason}; leave it out")
+
+
+def can_capture(run: RunConfig, device: str) -> bool:
+    """Return whether a device and a configuration, with `train.capture` set, allow recorded steps."""
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, capture=True))
+    try:
+        run.train.validate()
+        check_capture(run, device)
+    except UserError:
+        return False
+    return True
 
 
 @dataclass

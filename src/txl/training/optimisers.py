@@ -81,7 +81,12 @@ class _Muon(torch.optim.Muon):
 
     The key `matrices` of a group holds the number of matrices in each of its parameters, below and beside one another.
     The momentum has the shape of the parameter.
+
+    On a GPU, `found_inf` (a number without dimension on the device, as for PyTorch's fused optimisers) skips the update
+    if it is not 0; the host does not read it.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(self, groups: list[dict[str, Any]], lr: float):
         super().__init__(groups, lr=lr, momentum=_MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
@@ -94,6 +99,9 @@ class _Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Update all matrices that have a gradient."""
+        if self.found_inf is not None:
+            self._step_unless(self.found_inf != 0)
+            return
         for group in self.param_groups:
             batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
             for matrix, grad, momentum in self._matrices(group):
@@ -105,6 +113,38 @@ class _Muon(torch.optim.Muon):
                     self._update(batches.pop((shorter, longer)), group)
             for batch in batches.values():
                 self._update(batch, group)
+
+    def _step_unless(self, skipped: Tensor) -> None:
+        """Update all matrices unless `skipped` is true, with few launches: matrices of a shape move together."""
+        for group in self.param_groups:
+            batches: dict[tuple[int, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
+            for tensors in self._matrices(group):
+                wide = tensors if _is_wide(tensors[0]) else tuple(each.T for each in tensors)
+                batches.setdefault(wide[0].shape, []).append(wide)
+            for shape, batch in batches.items():
+                most = max(1, _MOST_AT_ONCE // math.prod(shape))
+                for first in range(0, len(batch), most):
+                    self._update_unless(skipped, batch[first : first + most], group)
+
+    def _update_unless(
+        self, skipped: Tensor, batch: list[tuple[Tensor, Tensor, Tensor]], group: dict[str, Any]
+    ) -> None:
+        """Update wide matrices of one shape, given with gradients and momenta, unless `skipped` is true."""
+        matrices, grads, momenta = (list(each) for each in zip(*batch, strict=True))
+        momentum = torch.stack(momenta)
+        # If skipped, the momentum serves as gradient: it is finite, it stays as it is, and the move is multiplied by 0.
+        grad = torch.where(skipped, momentum, torch.stack(grads))
+        momentum = momentum.lerp(grad, 1 - group["momentum"])
+        torch._foreach_copy_(momenta, list(momentum.unbind()))
+        nesterov = grad.lerp(momentum, group["momentum"])
+        low = torch.bfloat16 if self._low[nesterov.device] else torch.float32
+        moves = orthogonalised(nesterov.to(low), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        rate = torch.where(skipped, 0.0, group["lr"])
+        if group["weight_decay"]:
+            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
+        # Moves get the root mean square of Adam's.
+        moves = moves.to(momentum.dtype) * (rate * (0.2 * math.sqrt(momentum.shape[-1])))
+        torch._foreach_sub_(matrices, list(moves.unbind()))
 
     def _matrices(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each matrix with its gradient and its momentum, all as views of the stored tensors."""
@@ -166,9 +206,20 @@ class MuonWithAdam(torch.optim.Optimizer):
         muon = [group for group in groups if "matrices" in group]
         adam = [group for group in groups if "matrices" not in group]
         self._muon = _Muon(muon, rate)
-        self._adam = torch.optim.AdamW(adam, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        self._adam = torch.optim.AdamW(
+            adam,
+            lr=rate,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            fused=True,
+            capturable=config.capture,
+        )
         super().__init__([*muon, *adam], {})
         self._share()
+        # PyTorch's name for optimisers that skip an update by `found_inf`. On a CPU reading the flag costs nothing.
+        self._step_supports_amp_scaling = all(
+            each.device.type != "cpu" for group in self.param_groups for each in group["params"]
+        )
 
     def _share(self) -> None:
         """Let Muon and AdamW use this optimiser's groups and state."""
@@ -177,7 +228,8 @@ class MuonWithAdam(torch.optim.Optimizer):
             part.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_muon": self._muon, "_adam": self._adam}
+        more = ("_muon", "_adam", "_step_supports_amp_scaling")
+        return super().__getstate__() | {name: getattr(self, name) for name in more}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -190,9 +242,12 @@ class MuonWithAdam(torch.optim.Optimizer):
         self._share()
 
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update all parameters that have a gradient."""
-        self._muon.step()
-        self._adam.step()
+        """Update all parameters that have a gradient, unless `found_inf` is set and not 0."""
+        found_inf = getattr(self, "found_inf", None)
+        for part in (self._muon, self._adam):
+            part.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
+            part.step()
+            part.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:
@@ -213,7 +268,7 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
         for (decay, factor, stored), parameters in groups.items()
     ]
     if config.optimizer == "muon":
-        return MuonWithAdam(divided, config)
+        return _recordable(MuonWithAdam(divided, config), config, model)
     if config.optimizer == "sgd":
         momentum, is_sharded = config.momentum, any(hasattr(each, "to_local") for each in model.parameters())
         return torch.optim.SGD(
@@ -226,7 +281,7 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
             fused=(momentum == 0 and not is_sharded) or None,
         )
     adaptive = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    optimizer = adaptive[config.optimizer](
+    made = adaptive[config.optimizer](
         divided,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
@@ -234,7 +289,12 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
         fused=True,
         capturable=config.capture,
     )
-    if config.capture:  # a recorded step reads its rate from the tensor that `set_learning_rate` fills
+    return _recordable(made, config, model)
+
+
+def _recordable(optimizer: torch.optim.Optimizer, config: TrainConfig, model: FamilyModel) -> torch.optim.Optimizer:
+    """Return the optimiser; with `train.capture` its rates are tensors, which a recorded step reads."""
+    if config.capture:  # `set_learning_rate` fills them
         for group in optimizer.param_groups:
             group["lr"] = torch.tensor(config.learning_rate, device=model.softmax.bias.device)
     return optimizer

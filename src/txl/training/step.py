@@ -132,8 +132,8 @@ def training_step(
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimiser can skip an update by a flag on the device, which the host does not read.
 
-    PyTorch's fused optimisers can, because mixed precision needs it, but not with sharded parameters. SGD with momentum
-    and Muon cannot.
+    PyTorch's fused optimisers can, because mixed precision needs it, but not with sharded parameters. Muon can on a
+    GPU. SGD with momentum cannot.
     """
     parameters = (each for group in optimizer.param_groups for each in group["params"])
     return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(map(is_sharded, parameters))
