@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import txl
@@ -41,7 +42,7 @@ from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
 
 Figures = dict[str, Any]
-VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735}
+VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735, "stdlib-bpe": 2048}
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0, "dropout_r": 0.0}
 
 
@@ -123,9 +124,13 @@ def tests(bench: Bench) -> Figures:
     root = Path(__file__).parent.parent
     marked = [each for each in (root / "tests").rglob("test_*.py") if "mark.gpu" in each.read_text(encoding="utf-8")]
     files = [str(each.relative_to(root)) for each in sorted(marked)]
-    environment = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    paths = [str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Most of the time goes into compiling kernels, so several processes share the GPU.
+    processes = ["-n", str(max(1, min(10, (os.cpu_count() or 1) // 2)))] if not bench.rehearsed else []
+    options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *files],
+        [sys.executable, "-m", "pytest", *processes, *options, *files],
         cwd=root,
         env=environment,
         capture_output=True,
@@ -202,9 +207,11 @@ class TrainingCase:
         }
 
 
-def training(bench: Bench, preset: str, attention: Any, mode: str, dropout: bool = False) -> Figures:
+def training(
+    bench: Bench, preset: str, attention: Any, mode: str, dropout: bool = False, dtype: str = "bfloat16"
+) -> Figures:
     """Time training steps of a preset with a backend: eager, compiled, captured, or compiled and captured."""
-    run = bench.run(preset)
+    run = bench.run(preset, dtype=dtype)
     if dropout:
         own = transformer_xl_of(txl.preset(preset))
         run.model = dataclasses.replace(run.model, **{name: getattr(own, name) for name in NO_DROPOUT})
@@ -360,9 +367,10 @@ def kernels(bench: Bench, attention: Any) -> Figures:
         case.step()
         synchronize(bench.device)
     on_gpu = bench.device.startswith("cuda")
-    times = {
+    times = {  # on a GPU, an operation's entry repeats the time of its kernels
         event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
         for event in profiler.key_averages()
+        if not on_gpu or event.device_type == DeviceType.CUDA
     }
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:25]

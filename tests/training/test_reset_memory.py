@@ -98,7 +98,6 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
             "this model has no memory; add --train.reset-memory 0",
         ),
         ({"train.compile": "true"}, "train.compile needs identical steps.*add --train.reset-memory 0"),
-        ({"train.capture": "true"}, "train.capture needs identical steps"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):

@@ -232,6 +232,8 @@ def recording(monkeypatch):
         {"data.unit": "word", "model.cutoffs": "10,30", "model.div_val": "2"},
         {"train.steps": "45", "train.batch_size": "8", "train.epoch_shift": "3"},
         {"train.steps": "40", "train.random_segments": "true"},
+        {"train.steps": "40", "train.reset_memory": "0.3"},
+        {"train.steps": "40", "train.reset_memory": "0.3", "train.micro_batches": "2", "train.optimizer": "muon"},
     ],
     ids=str,
 )
@@ -336,7 +338,12 @@ def test_on_a_gpu_steps_wait_for_nothing_and_recorded_ones_are_the_same(shape, o
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"train.average_from": "6"}, {"train.random_segments": "true"}, {"train.optimizer": "muon"}],
+    [
+        {},
+        {"train.average_from": "6"},
+        {"train.random_segments": "true"},
+        {"train.optimizer": "muon", "train.reset_memory": "0.3"},
+    ],
     ids=str,
 )
 def test_a_run_on_a_gpu_is_the_same_captured_and_stopped(options, device, story, data_dir, tmp_path, monkeypatch):

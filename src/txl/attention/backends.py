@@ -61,7 +61,7 @@ def compiled_attention(
     # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
         raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
-    filled = None if scope.filled is None else torch.tensor(scope.filled, device="cpu")
+    filled = None if scope.filled is None else torch.as_tensor(scope.filled, device="cpu")
     return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)
 
 

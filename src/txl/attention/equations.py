@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64, Num
 from torch import Tensor
 
+from txl.devices import sent
+
 
 def distances_farthest_first(
     n_key: int, clamp_len: int | None, device: torch.device | None = None
@@ -54,8 +56,18 @@ class KeyScope:
     """M, number of positions of memory before the segment."""
     window: int | None = None
     """N, number of keys that a query sees, its own included; None: no limit."""
-    filled: tuple[int, ...] | None = None
-    """Number of filled positions of memory in each lane; None: all M in every lane."""
+    filled: tuple[int, ...] | Int64[Tensor, " B"] | None = None
+    """Number of filled positions of memory in each lane; None: all M in every lane. A tensor on the device in a
+    recorded step, whose replays have other numbers."""
+
+    def oldest(self, device: torch.device | None = None) -> Int64[Tensor, " B"] | None:
+        """Return the first filled key of each lane; None if all lanes are full. The host does not wait for a GPU."""
+        if self.filled is None or isinstance(self.filled, Tensor):
+            return None if self.filled is None else self.memory - self.filled
+        oldest = torch.tensor([self.memory - n for n in self.filled])
+        if device is None or torch.compiler.is_compiling():  # the compiler cannot trace pinned memory
+            return oldest.to(device)
+        return sent(oldest, device)
 
     def mask(self, n_query: int, device: torch.device | None = None) -> Bool[Tensor, "T S"] | Bool[Tensor, "B T S"]:
         """Return a mask that is true where a query sees a key, with one mask per lane if `filled` is given."""
@@ -64,10 +76,8 @@ class KeyScope:
         mask = key <= query
         if self.window is not None:
             mask &= query - key < self.window
-        if self.filled is not None:
-            first = self.memory - torch.tensor(self.filled, device=device)
-            mask = mask & (key >= first[:, None, None])
-        return mask
+        oldest = self.oldest(device)
+        return mask if oldest is None else mask & (key >= oldest[:, None, None])
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class FlexKernel:
     def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> BlockMask:
         """Return the mask of blocks."""
         memory, window = scope.memory, scope.window
-        first = None if scope.filled is None else memory - torch.tensor(scope.filled, device=device)
+        first = scope.oldest(device)
 
         def sees(lane: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             distance = query + memory - key

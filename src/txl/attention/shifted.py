@@ -75,7 +75,10 @@ def masked_scores(
 
 def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
     """Set scores [H,B,T,S] to -inf at positions of memory that are not filled in a lane."""
-    if scope.filled is not None:
+    if isinstance(scope.filled, Tensor):
+        unfilled = torch.arange(scope.memory, device=scores.device) < (scope.memory - scope.filled)[:, None]
+        scores[..., : scope.memory].masked_fill_(unfilled[:, None], -math.inf)
+    elif scope.filled is not None:
         for lane, filled in enumerate(scope.filled):
             scores[:, lane, :, : scope.memory - filled] = -math.inf
 

@@ -333,10 +333,9 @@ class TrainConfig:
                 f"train.capture records steps of one segment, and train.backprop_segments is {self.backprop_segments}; "
                 f"leave one of them out"
             )
-        if self.reset_memory and (self.capture or self.compile):
-            other = "capture" if self.capture else "compile"
+        if self.reset_memory and self.compile:
             raise UserError(
-                f"train.{other} needs identical steps, but train.reset_memory, {self.reset_memory}, empties different "
+                f"train.compile needs identical steps, but train.reset_memory, {self.reset_memory}, empties different "
                 f"lanes in each; add --train.reset-memory 0"
             )
         self._validate_epoch_shift()

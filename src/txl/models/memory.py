@@ -14,11 +14,12 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from txl.attention.equations import KeyScope
 from txl.config import Lengths
+from txl.devices import sent
 from txl.models.structure import Structure
 
 _TAKING = threading.Lock()
@@ -157,8 +158,9 @@ class Memory:
 
     hidden: tuple[Float[Tensor, "B M E"], ...]
     """Hidden states, one tensor per layer, oldest position first; detached, unless `differentiable`."""
-    filled: tuple[int, ...] | None
-    """Number of filled positions in each lane, which are the newest; None: all M in every lane."""
+    filled: tuple[int, ...] | Int64[Tensor, " B"] | None
+    """Number of filled positions in each lane, which are the newest; None: all M in every lane. A tensor on the device
+    in a recorded step; only `scope` and the memory after the step support it."""
     lengths: Lengths
     """Requested memory length, window and clamp."""
     projections: Projections | None = None
@@ -213,11 +215,13 @@ class Memory:
         keep = min(self.capacity, self.length + n_new)
         left = layer_inputs if self.differentiable else [each.detach() for each in layer_inputs]
         hidden = tuple(_newest(old, new, keep) for old, new in zip(self.hidden, left, strict=True))
-        return self._followed_by(n_new, hidden, None)
+        return self.followed_by(n_new, hidden)
 
-    def _followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None) -> Memory:
+    def followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None = None) -> Memory:
         """Return the memory with the given `hidden`, after `n_new` more positions were read."""
         keep, filled = hidden[0].shape[1], self.filled
+        if isinstance(filled, Tensor):
+            return replace(self, hidden=hidden, filled=(filled + n_new).clamp(max=keep), projections=projections)
         if filled is not None:
             filled = tuple(min(keep, count + n_new) for count in filled)
         return replace(self, hidden=hidden, filled=_none_if_full(filled, keep), projections=projections)
@@ -225,7 +229,7 @@ class Memory:
     def after_projected(self, segment: ProjectedSegment) -> Memory:
         """Return the memory after a segment that was read with fixed weights."""
         keep = min(self.capacity, self.length + segment.n_new)
-        return self._followed_by(segment.n_new, *segment.finish(keep))
+        return self.followed_by(segment.n_new, *segment.finish(keep))
 
     def filled_with_noise(self) -> Memory:
         """Return a memory of `capacity` positions with random numbers; see `State.filled_with_noise`."""
@@ -252,7 +256,7 @@ class Memory:
         filled = self.filled or (self.length,) * self.batch_size
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
         # Set masked positions to 0: their attention weight is 0, but 0 times a number that is not finite is NaN.
-        mask = mask.to(self.hidden[0].device)
+        mask = sent(mask, self.hidden[0].device)
         hidden = tuple(each.masked_fill(mask[:, None, None], 0) for each in self.hidden)
         held = self.projections
         if held is not None:

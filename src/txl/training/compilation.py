@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from txl.config import RecurrentConfig, RunConfig, TrainConfig
-from txl.devices import Captured
+from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.models.family import FamilyModel
 from txl.models.language_model import State, TailRows
@@ -114,6 +114,8 @@ class CapturedStep:
     until their graph is recorded. Later steps also run eagerly if a tail cluster has no target, or more targets than
     there is room for.
 
+    If lanes are emptied between steps (`train.reset_memory`), the graph reads from a tensor how full each lane is.
+
     The memory that a replayed step returns belongs to the graph: the next replay overwrites it, unless `void` is set.
     """
 
@@ -138,19 +140,20 @@ class CapturedStep:
         """Make one update. The arguments are those of `training_step`, for one segment (see `TrainConfig.validate`)."""
         assert lengths is None
         held = [each for state in states for each in _tensors(state)]
+        filled = _filled(states, tokens.device) if config.reset_memory else []
         shape = self._shapes.setdefault((tokens.shape, *(each.shape for each in held)), _Shape())
         rows = list(tail_rows or [None] * len(states))
         if shape.graph is not None and _has_room(shape.room, rows):
             void = torch.zeros((), dtype=torch.bool, device=tokens.device) if void is None else void
-            numbers, skipped = shape.graph(tokens, targets, void, *held)
-            after = _with_tensors(states, shape.graph.inputs[3:])
+            numbers, skipped = shape.graph(tokens, targets, void, *filled, *held)
+            after = _with_tensors(states, shape.graph.inputs[3 + len(filled) :], n_new=tokens.shape[1])
             return StepResult(numbers.clone(), skipped.clone(), after, shape.targets)
         result = training_step(trained, optimizer, tokens, targets, states, config, progress, abandon, void, tail_rows)
         if shape.graph is None and self._is_full(held, result.states):
             shape.seen, shape.targets = shape.seen + 1, result.targets
             shape.room = _larger(shape.room, rows)
             if shape.seen == WARM:
-                function = self._function(trained, optimizer, result.states, config, shape.room)
+                function = self._function(trained, optimizer, result.states, config, shape.room, len(filled))
                 shape.graph = Captured(function, warm_up=0, beside=self._first)
                 self._first = self._first or shape.graph
         return result
@@ -168,9 +171,11 @@ class CapturedStep:
         states: Sequence[State],
         config: TrainConfig,
         room: Sequence[TailRows | None],
+        n_filled: int,
     ) -> Callable[..., tuple[Tensor, Tensor]]:
-        def step(tokens: Tensor, targets: Tensor, void: Tensor, *held: Tensor) -> tuple[Tensor, Tensor]:
-            before = _with_tensors(states, held)
+        def step(tokens: Tensor, targets: Tensor, void: Tensor, *memory: Tensor) -> tuple[Tensor, Tensor]:
+            filled, held = memory[:n_filled], memory[n_filled:]
+            before = _with_tensors(states, held, filled)
             made = training_step(trained, optimizer, tokens, targets, before, config, void=void, tail_rows=room)
             after = [each for state in made.states for each in _tensors(state)]
             for kept, new in zip(held, after, strict=True):
@@ -193,13 +198,30 @@ def _tensors(state: State) -> tuple[Tensor, ...]:
     return state.hidden if isinstance(state, Memory) else ()
 
 
-def _with_tensors(states: Sequence[State], tensors: Sequence[Tensor]) -> list[State]:
-    """Return the states with their tensors replaced by `tensors`."""
-    left, changed = list(tensors), []
+def _filled(states: Sequence[State], device: torch.device) -> list[Tensor]:
+    """Return the number of filled positions in each lane of each memory, on the device."""
+    memories = [state for state in states if isinstance(state, Memory)]
+    return [sent(torch.tensor(each.filled or (each.length,) * each.batch_size), device) for each in memories]
+
+
+def _with_tensors(
+    states: Sequence[State], tensors: Sequence[Tensor], filled: Sequence[Tensor] = (), n_new: int = 0
+) -> list[State]:
+    """Return the states with their tensors replaced by `tensors`.
+
+    Args:
+        states: states of all parts.
+        tensors: hidden states of all memories, in order.
+        filled: number of filled positions in each lane of each memory; empty: as in `states`.
+        n_new: number of tokens that were read since `states`.
+    """
+    left, counts, changed = list(tensors), list(filled), []
     for state in states:
         if isinstance(state, Memory):
             hidden, left = tuple(left[: len(state.hidden)]), left[len(state.hidden) :]
-            state = dataclasses.replace(state, hidden=hidden)
+            if counts:
+                state = dataclasses.replace(state, filled=counts.pop(0))
+            state = state.followed_by(n_new, hidden)
         changed.append(state)
     return changed
 
