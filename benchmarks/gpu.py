@@ -55,6 +55,8 @@ AIMS = {
     4: "Aim: 0.70 of the bandwidth's bound with 256 streams; with one, launches and time are what matters.",
     5: "Aim: beyond 1,874 at 3,800, the paper's.",
 }
+LEFT_OUT = "left out"
+"""Status of a row for which no time was left."""
 _PATIENCE = 3.0
 """Multiple of a row's estimated seconds, at least a minute in all, after which the row is aborted."""
 
@@ -83,7 +85,7 @@ def rows() -> list[Row]:
         return Row(2, "training", {"preset": preset, "attention": attention, "mode": mode, **more}, seconds)
 
     found = [
-        Row(1, "tests", {}, 120),
+        Row(1, "tests", {}, 110),
         train(10, "enwik8-12L", "triton", "captured"),
         train(10, "enwik8-12L", "shifted", "captured"),
         train(10, "enwik8-12L", "triton", "eager"),
@@ -159,7 +161,7 @@ def summary(figures: Figures) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) or abs(value) >= 1e5 else f"{value:.4g}"
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 COLUMNS = {
@@ -187,14 +189,17 @@ def page(record: Figures) -> str:
         "",
     ]
     for item, title in ITEMS.items():
-        of_item = [row for row in record["rows"] if row["item"] == item]
-        if not of_item:
+        of_item = [row for row in record["rows"] if row["item"] == item and row["status"] != LEFT_OUT]
+        missing = [_given(row) for row in record["rows"] if row["item"] == item and row["status"] == LEFT_OUT]
+        if not of_item and not missing:
             continue
         lines += [f"## {title}", "", *([AIMS[item], ""] if item in AIMS else [])]
         for function in dict.fromkeys(row["function"] for row in of_item):
             lines += [*_table([row for row in of_item if row["function"] == function], COLUMNS[function]), ""]
         for row in of_item:
             lines += _details(row)
+        if missing:
+            lines += [f"Not measured, for want of minutes: {', '.join(missing)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -215,10 +220,14 @@ def _table(of_one: list[Figures], columns: list[str]) -> list[str]:
     return table
 
 
+def _given(row: Figures) -> str:
+    return " ".join([row["function"], *(str(each) for each in row["given"].values())])
+
+
 def _details(row: Figures) -> list[str]:
     """Return the lines that do not fit into a table: errors, failed tests, the longest kernels."""
-    name, figures = " ".join(str(each) for each in row["given"].values()), row.get("figures", {})
-    lines = [f"- {row['function']} {name}: {row['error']}"] if "error" in row else []
+    name, figures = _given(row), row.get("figures", {})
+    lines = [f"- {name}: {row['error']}"] if "error" in row else []
     lines += [f"- failed: {each}" for each in figures.get("failures", [])]
     if "kernels" in figures:
         lines += [f"Share of the time, {name}:", "", "| kernel | share |", "| --- | --- |"]
@@ -281,7 +290,7 @@ def work(bench: Bench) -> int:
         left = given["deadline"] - time.time()
         if not bench.rehearsed and row.estimate > left:
             error = f"its estimate of {row.estimate:.0f} s does not fit into the {max(0, left):.0f} s that are left"
-            print("ROW " + json.dumps({"status": "left out", "error": error}), flush=True)
+            print("ROW " + json.dumps({"status": LEFT_OUT, "error": error}), flush=True)
             continue
         outcome, broken = _tried(row, bench)
         print("ROW " + json.dumps(outcome), flush=True)

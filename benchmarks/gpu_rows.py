@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import txl
@@ -370,7 +369,7 @@ def kernels(bench: Bench, attention: Any) -> Figures:
     times = {  # on a GPU, an operation's entry repeats the time of its kernels
         event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
         for event in profiler.key_averages()
-        if not on_gpu or event.device_type == DeviceType.CUDA
+        if not on_gpu or event.device_type.name == "CUDA"
     }
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:25]

@@ -50,11 +50,16 @@ def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monk
     assert attention_note(PLAIN, "cuda:1") is None
     assert attention_note(PLAIN, "cpu") is None
     assert attention_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0") is None
-    monkeypatch.setitem(FASTEST_ON, "NVIDIA T1", "factorised")
-    assert attention_note(PLAIN, "cuda:0") is None
-    assert attention_backend(PLAIN, "cuda:0").name == "factorised"
-    assert attention_backend(SMALL, "cuda:0").name == "shifted"  # SMALL has dropout of attention
-    assert attention_backend(PLAIN, "cpu").name == "shifted"
+    monkeypatch.setitem(FASTEST_ON, ("NVIDIA T1", torch.bfloat16), "factorised")
+    assert attention_note(PLAIN, "cuda:0", torch.bfloat16) is None
+    assert attention_backend(PLAIN, "cuda:0", torch.bfloat16).name == "factorised"
+    assert attention_backend(SMALL, "cuda:0", torch.bfloat16).name == "shifted"  # SMALL has dropout of attention
+    assert attention_backend(PLAIN, "cpu", torch.bfloat16).name == "shifted"
+    assert attention_backend(PLAIN, "cuda:0", torch.float32).name == "shifted"
+    note = attention_note(PLAIN, "cuda:0", torch.float32)
+    assert note is not None
+    assert "was timed in float32 on NVIDIA T1" in note
+    assert attention_note(PLAIN, "cuda:0", torch.float64) is None  # no other backend for GPUs computes in it
 
 
 def test_an_unknown_name_is_refused():

@@ -61,7 +61,9 @@ def compiled_attention(
     # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
         raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
-    filled = None if scope.filled is None else torch.as_tensor(scope.filled, device="cpu")
+    filled = scope.filled_tensor
+    if scope.filled is not None:
+        filled = torch.tensor(scope.filled, device="cpu")
     return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)
 
 
@@ -259,8 +261,12 @@ BACKENDS = {
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
 """Backends that `auto` and `fastest` try in turn. `shifted` supports every model on every device, and most recorded
 models were trained with it. Only backends that were measured to be faster may precede it."""
-FASTEST_ON: dict[str, str] = {}
-"""Fastest backend in a recorded measurement of training, by CUDA's name of the GPU. Empty so far."""
+FASTEST_ON: dict[tuple[str, torch.dtype], str] = {
+    ("NVIDIA H200", torch.bfloat16): "triton",
+    ("NVIDIA H200", torch.float32): "shifted",
+}
+"""Fastest backend in a recorded measurement of training, by CUDA's name of the GPU and the dtype of the matrix products
+(results/gpu-nvidia-h200.json)."""
 
 
 def _gpu(device: str | None) -> str | None:
@@ -271,16 +277,25 @@ def _gpu(device: str | None) -> str | None:
     return torch.cuda.get_device_name(found)
 
 
-def attention_backend(model: TransformerXLConfig, device: str | None = None) -> Backend:
+def _measured(device: str | None, dtype: torch.dtype | None) -> str | None:
+    """Return the backend that was measured to be the fastest; None if none was."""
+    gpu = _gpu(device)
+    return None if gpu is None or dtype is None else FASTEST_ON.get((gpu, dtype))
+
+
+def attention_backend(
+    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
+) -> Backend:
     """Return the backend of a configuration; for "auto" and "fastest", the first candidate that supports the model.
 
     Args:
         model: model configuration.
         device: device that the model will train on; None: not known yet.
+        dtype: dtype of the matrix products in training; None: not known yet.
     """
     if model.attention in _CHOICES:
-        measured = FASTEST_ON.get(_gpu(device) or "")
-        candidates = [BACKENDS[name] for name in (measured, *_CHOICES[model.attention]) if name is not None]
+        names = (_measured(device, dtype), *_CHOICES[model.attention])
+        candidates = [BACKENDS[name] for name in names if name is not None]
         return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join([*_CHOICES, *BACKENDS])
@@ -291,17 +306,22 @@ def attention_backend(model: TransformerXLConfig, device: str | None = None) -> 
     return backend
 
 
-def attention_note(model: TransformerXLConfig, device: str | None) -> str | None:
+def attention_note(
+    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
+) -> str | None:
     """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None.
 
-    For `fastest` on a CPU it states why compiled attention is not used; on a GPU, that no backend was timed there.
+    For `fastest` on a CPU it states why compiled attention is not used; on a GPU, that no backend was timed there. The
+    arguments are those of `attention_backend`.
     """
     if model.attention not in _CHOICES:
         return None
     gpu = _gpu(device)
-    if gpu is not None and gpu not in FASTEST_ON:
-        chosen = attention_backend(model, device).name
-        return f"no attention backend was timed on {gpu}; {chosen} is used, --model.attention triton may be faster"
+    if gpu is not None and dtype != torch.float64 and _measured(device, dtype) is None:
+        chosen, inside = attention_backend(model, device, dtype).name, "" if dtype is None else f" in {str(dtype)[6:]}"
+        return (
+            f"no attention backend was timed{inside} on {gpu}; {chosen} is used, --model.attention triton may be faster"
+        )
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None
     reason = BACKENDS["compiled"].refusal(model, "cpu")

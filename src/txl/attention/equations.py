@@ -56,14 +56,17 @@ class KeyScope:
     """M, number of positions of memory before the segment."""
     window: int | None = None
     """N, number of keys that a query sees, its own included; None: no limit."""
-    filled: tuple[int, ...] | Int64[Tensor, " B"] | None = None
-    """Number of filled positions of memory in each lane; None: all M in every lane. A tensor on the device in a
-    recorded step, whose replays have other numbers."""
+    filled: tuple[int, ...] | None = None
+    """Number of filled positions of memory in each lane; None: all M in every lane."""
+    filled_tensor: Int64[Tensor, " B"] | None = None
+    """The same on the device, instead of `filled`: in a recorded step, whose replays have other numbers."""
 
     def oldest(self, device: torch.device | None = None) -> Int64[Tensor, " B"] | None:
         """Return the first filled key of each lane; None if all lanes are full. The host does not wait for a GPU."""
-        if self.filled is None or isinstance(self.filled, Tensor):
-            return None if self.filled is None else self.memory - self.filled
+        if self.filled_tensor is not None:
+            return self.memory - self.filled_tensor
+        if self.filled is None:
+            return None
         oldest = torch.tensor([self.memory - n for n in self.filled])
         if device is None or torch.compiler.is_compiling():  # the compiler cannot trace pinned memory
             return oldest.to(device)

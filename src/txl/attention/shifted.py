@@ -75,8 +75,9 @@ def masked_scores(
 
 def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
     """Set scores [H,B,T,S] to -inf at positions of memory that are not filled in a lane."""
-    if isinstance(scope.filled, Tensor):
-        unfilled = torch.arange(scope.memory, device=scores.device) < (scope.memory - scope.filled)[:, None]
+    if scope.filled_tensor is not None:
+        oldest = scope.memory - scope.filled_tensor
+        unfilled = torch.arange(scope.memory, device=scores.device) < oldest[:, None]
         scores[..., : scope.memory].masked_fill_(unfilled[:, None], -math.inf)
     elif scope.filled is not None:
         for lane, filled in enumerate(scope.filled):

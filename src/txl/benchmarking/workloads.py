@@ -103,7 +103,8 @@ def training_workload(
 ) -> tuple[FamilyModel, Callable[[], None]]:
     """Return a new model, and a function that makes a training step (forward, backward, clipping, optimiser).
 
-    Tokens are random, and memory is full from the start.
+    Tokens are random, and memory is full from the start. On a GPU the first steps are made here: in them kernels are
+    compiled, libraries initialise themselves, and with `train.capture` the step is recorded.
 
     Args:
         run: configuration with the model and the training settings.
@@ -120,7 +121,7 @@ def training_workload(
     if train.capture:
         check_capture(run, device)
     torch.manual_seed(0)
-    model = build_model(run.model, vocab_size, device).to(device).train()
+    model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype)).to(device).train()
     if train.dtype == "float64":
         model.double()
     if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
@@ -139,7 +140,7 @@ def training_workload(
         tokens = torch.randint(vocab_size, shape, device=device)
         states = take_step(trained, optimizer, tokens, tokens, states, train).states
 
-    for _ in range(WARM if train.capture else 0):
+    for _ in range(0 if device == "cpu" else WARM + 1):  # the last one records the step, and replays it
         step()
     return model, step
 

@@ -6,6 +6,8 @@ from collections.abc import Sized
 from operator import index
 from typing import SupportsIndex
 
+import torch
+
 from txl.config import ModelConfig
 from txl.models.family import FamilyModel
 from txl.models.recurrent import RecurrentModel
@@ -18,7 +20,12 @@ FAMILIES: dict[type[ModelConfig], type[FamilyModel]] = {
 """Model class of every family, by configuration class."""
 
 
-def build_model(config: ModelConfig, vocabulary: Sized | SupportsIndex, device: str | None = None) -> FamilyModel:
+def build_model(
+    config: ModelConfig,
+    vocabulary: Sized | SupportsIndex,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> FamilyModel:
     """Build a model with fresh weights, drawn from torch's default generator.
 
     Args:
@@ -26,6 +33,8 @@ def build_model(config: ModelConfig, vocabulary: Sized | SupportsIndex, device: 
         vocabulary: vocabulary, or its number of tokens.
         device: device that the model will train on, on which the choice of attention depends; None: not known yet. The
             caller moves the model there.
+        dtype: dtype of the matrix products in training (`train.dtype`), on which it depends too; None: not known yet.
+            The weights are always in PyTorch's default dtype.
     """
     vocab_size = len(vocabulary) if isinstance(vocabulary, Sized) else index(vocabulary)
-    return FAMILIES[type(config)](config, vocab_size, device)
+    return FAMILIES[type(config)](config, vocab_size, device, dtype)

@@ -43,7 +43,9 @@ class FamilyModel(LanguageModel[StateT]):
     regularises_dropped = False
     """True: `activation_reg` squares the final hidden states after dropout; False: before dropout."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, device: str | None = None):
+    def __init__(
+        self, config: ModelConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         config.validate()
         if vocab_size < 1:

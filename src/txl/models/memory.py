@@ -158,15 +158,16 @@ class Memory:
 
     hidden: tuple[Float[Tensor, "B M E"], ...]
     """Hidden states, one tensor per layer, oldest position first; detached, unless `differentiable`."""
-    filled: tuple[int, ...] | Int64[Tensor, " B"] | None
-    """Number of filled positions in each lane, which are the newest; None: all M in every lane. A tensor on the device
-    in a recorded step; only `scope` and the memory after the step support it."""
+    filled: tuple[int, ...] | None
+    """Number of filled positions in each lane, which are the newest; None: all M in every lane."""
     lengths: Lengths
     """Requested memory length, window and clamp."""
     projections: Projections | None = None
     """Keys and values of the positions, cached beside `hidden` if they were read without gradients."""
     differentiable: bool = False
     """True within a training step of several segments: gradients flow through `hidden` to earlier segments."""
+    filled_tensor: Int64[Tensor, " B"] | None = None
+    """`filled` on the device, within a recorded step; see `KeyScope`."""
 
     @classmethod
     def empty(cls, n_layer: int, batch_size: int, d_model: int, lengths: Lengths, like: Tensor) -> Memory:
@@ -207,7 +208,7 @@ class Memory:
 
     def scope(self) -> KeyScope:
         """Return the rule of which keys the queries of the next segment see."""
-        return KeyScope(self.length, self.lengths.window, self.filled)
+        return KeyScope(self.length, self.lengths.window, self.filled, self.filled_tensor)
 
     def after_hidden(self, layer_inputs: list[Float[Tensor, "B T E"]]) -> Memory:
         """Return the memory after a segment of training, from the states that entered each layer (Section 3.2)."""
@@ -220,11 +221,10 @@ class Memory:
     def followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None = None) -> Memory:
         """Return the memory with the given `hidden`, after `n_new` more positions were read."""
         keep, filled = hidden[0].shape[1], self.filled
-        if isinstance(filled, Tensor):
-            return replace(self, hidden=hidden, filled=(filled + n_new).clamp(max=keep), projections=projections)
         if filled is not None:
             filled = tuple(min(keep, count + n_new) for count in filled)
-        return replace(self, hidden=hidden, filled=_none_if_full(filled, keep), projections=projections)
+        filled = _none_if_full(filled, keep)
+        return replace(self, hidden=hidden, filled=filled, projections=projections, filled_tensor=None)
 
     def after_projected(self, segment: ProjectedSegment) -> Memory:
         """Return the memory after a segment that was read with fixed weights."""

@@ -291,7 +291,9 @@ class RecurrentModel(FamilyModel[RecurrentState]):
     attention_name = "no"
     regularises_dropped = True
 
-    def __init__(self, config: RecurrentConfig, vocab_size: int, device: str | None = None):
+    def __init__(
+        self, config: RecurrentConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__(config, vocab_size)
         # A QRNN usually has random segment lengths, and its first, inner and last layers have different shapes, each
         # with and without gradients. Separate graphs for the first length and for all other lengths would exceed the 8

@@ -202,17 +202,20 @@ class TransformerXL(FamilyModel[Memory]):
     Args:
         config: model configuration.
         vocab_size: number of tokens in the vocabulary.
-        device: device that the model will train on, on which the choice of attention depends; None: not known yet.
+        device, dtype: device and dtype of the matrix products in training, on which the choice of attention depends;
+            None: not known yet.
     """
 
     config_class = TransformerXLConfig
     config: TransformerXLConfig  # pyright: ignore[reportIncompatibleVariableOverride] (never assigned)
 
-    def __init__(self, config: TransformerXLConfig, vocab_size: int, device: str | None = None):
+    def __init__(
+        self, config: TransformerXLConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__(config, vocab_size)
-        self.backend = attention_backend(config, device)
+        self.backend = attention_backend(config, device, dtype)
         self.attention_name, make_kernel = self.backend.name, self.backend.kernel
-        self.attention_note = attention_note(config, device)
+        self.attention_note = attention_note(config, device, dtype)
         self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r
@@ -243,7 +246,7 @@ class TransformerXL(FamilyModel[Memory]):
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
         """Raise `UserError` if the configuration's attention cannot train on a device or in a dtype."""
         assert isinstance(config, TransformerXLConfig)
-        if (reason := attention_backend(config, device).refusal(config, device, dtype)) is not None:
+        if (reason := attention_backend(config, device, dtype).refusal(config, device, dtype)) is not None:
             raise UserError(reason)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:

@@ -187,7 +187,9 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         if config.attention == "compiled" and (reason := why_not_training(device, dtype)):
             raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
 
-    def __init__(self, config: VanillaConfig, vocab_size: int, device: str | None = None):
+    def __init__(
+        self, config: VanillaConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
+    ):
         super().__init__(config, vocab_size)
         if config.attention == "compiled":
             self.attention_name = config.attention

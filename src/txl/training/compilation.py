@@ -220,8 +220,9 @@ def _with_tensors(
         if isinstance(state, Memory):
             hidden, left = tuple(left[: len(state.hidden)]), left[len(state.hidden) :]
             if counts:
-                state = dataclasses.replace(state, filled=counts.pop(0))
-            state = state.followed_by(n_new, hidden)
+                state = dataclasses.replace(state, hidden=hidden, filled=None, filled_tensor=counts.pop(0))
+            else:
+                state = state.followed_by(n_new, hidden)
         changed.append(state)
     return changed
 

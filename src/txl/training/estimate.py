@@ -92,7 +92,7 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     0.8 of the total was observed).
     """
     with torch.device("meta"):
-        model = build_model(run.model, vocab_size, device)
+        model = build_model(run.model, vocab_size, device, getattr(torch, run.train.dtype))
     parameters = parameters_by_part(model)
     total, train = sum(parameters.values()), run.train
     ends, logits = _states_at_ends(run), _logits(run, vocab_size, model.attention_name == "compiled")

@@ -118,8 +118,8 @@ class _Muon(torch.optim.Muon):
         """Update all matrices unless `skipped` is true, with few launches: matrices of a shape move together."""
         for group in self.param_groups:
             batches: dict[tuple[int, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
-            for tensors in self._matrices(group):
-                wide = tensors if _is_wide(tensors[0]) else tuple(each.T for each in tensors)
+            for matrix, grad, momentum in self._matrices(group):
+                wide = (matrix, grad, momentum) if _is_wide(matrix) else (matrix.T, grad.T, momentum.T)
                 batches.setdefault(wide[0].shape, []).append(wide)
             for shape, batch in batches.items():
                 most = max(1, _MOST_AT_ONCE // math.prod(shape))
@@ -135,16 +135,17 @@ class _Muon(torch.optim.Muon):
         # If skipped, the momentum serves as gradient: it is finite, it stays as it is, and the move is multiplied by 0.
         grad = torch.where(skipped, momentum, torch.stack(grads))
         momentum = momentum.lerp(grad, 1 - group["momentum"])
-        torch._foreach_copy_(momenta, list(momentum.unbind()))
+        torch._foreach_copy_(momenta, list(momentum.unbind()))  # pyright: ignore[reportPrivateImportUsage]
         nesterov = grad.lerp(momentum, group["momentum"])
         low = torch.bfloat16 if self._low[nesterov.device] else torch.float32
         moves = orthogonalised(nesterov.to(low), group["ns_coefficients"], group["ns_steps"], group["eps"])
         rate = torch.where(skipped, 0.0, group["lr"])
         if group["weight_decay"]:
-            torch._foreach_mul_(matrices, 1 - rate * group["weight_decay"])
+            factor = 1 - rate * group["weight_decay"]
+            torch._foreach_mul_(matrices, factor)  # pyright: ignore[reportPrivateImportUsage]
         # Moves get the root mean square of Adam's.
         moves = moves.to(momentum.dtype) * (rate * (0.2 * math.sqrt(momentum.shape[-1])))
-        torch._foreach_sub_(matrices, list(moves.unbind()))
+        torch._foreach_sub_(matrices, list(moves.unbind()))  # pyright: ignore[reportPrivateImportUsage]
 
     def _matrices(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each matrix with its gradient and its momentum, all as views of the stored tensors."""

@@ -219,7 +219,7 @@ class Trainer:
         train = self.run.train
         seed_generators(train.seed, self.device)
         shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
-        model = build_model(shape, corpus.vocabulary, self.device).to(self.device).train()
+        model = build_model(shape, corpus.vocabulary, self.device, getattr(torch, train.dtype)).to(self.device).train()
         if train.dtype == "float64":
             model.double()
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
