@@ -43,13 +43,14 @@ def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monk
     assert attention_note(PLAIN, "cuda") is None  # no GPU is present
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA T1")
-    note = attention_note(PLAIN, "cuda:0")
+    note = attention_note(PLAIN, "cuda:0", torch.bfloat16)
     assert note == (
-        "no attention backend was timed on NVIDIA T1; shifted is used, --model.attention triton may be faster"
+        "no attention backend was timed in bfloat16 on NVIDIA T1; shifted is used, --model.attention triton may be faster"
     )
-    assert attention_note(PLAIN, "cuda:1") is None
-    assert attention_note(PLAIN, "cpu") is None
-    assert attention_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0") is None
+    assert attention_note(PLAIN, "cuda:0") is None  # the dtype is not known
+    assert attention_note(PLAIN, "cuda:1", torch.bfloat16) is None
+    assert attention_note(PLAIN, "cpu", torch.bfloat16) is None
+    assert attention_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0", torch.bfloat16) is None
     monkeypatch.setitem(FASTEST_ON, ("NVIDIA T1", torch.bfloat16), "factorised")
     assert attention_note(PLAIN, "cuda:0", torch.bfloat16) is None
     assert attention_backend(PLAIN, "cuda:0", torch.bfloat16).name == "factorised"

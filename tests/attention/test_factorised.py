@@ -172,6 +172,7 @@ GPU = [
 
 
 @pytest.mark.parametrize("kernel", [pytest.param(FlexKernel, marks=GPU), pytest.param(DotProductKernel, marks=GPU)])
+# A CPU's largest error in bfloat16 is 0.065.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-2), (torch.bfloat16, 0.08)])
 @pytest.mark.parametrize(("window", "filled"), [(None, None), (131, None), (131, (211, 97))])
 def test_on_a_gpu_outputs_and_gradients_equal_reference(kernel, dtype, tolerance, window, filled):

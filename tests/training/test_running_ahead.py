@@ -250,6 +250,21 @@ def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monk
     assert_same_end(tmp_path / "CapturedStep", tmp_path / "<lambda>")
 
 
+def test_a_recorded_run_goes_on_without_recording(story, data_dir, tmp_path, monkeypatch, recording, looking_later):
+    run = small_run(str(story), **{"train.capture": "true", "train.log_every": "6"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "CapturedStep", stopping_step(9))
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "changed", data_dir)
+    assert recording
+    run.train.capture = False
+    train(run, tmp_path / "changed", data_dir)
+    # The rate of a recorded step is rounded to float32.
+    losses = [[each["loss"] for each in events(tmp_path / name, "train")] for name in ("changed", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "device", "reason"),
     [
@@ -260,9 +275,25 @@ def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monk
 )
 def test_what_a_graph_cannot_serve_is_refused(options, device, reason, tmp_path):
     run = small_run("stdlib", **options, **{"train.capture": "true"})
-    with pytest.raises(UserError, match=f"^train.capture {reason}.*; leave it out$"):
+    with pytest.raises(UserError, match=f"^train.capture {reason}.*; add --train.capture false$"):
         Trainer(run, tmp_path / "run", device=device)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "expected"),
+    [
+        ({}, "cuda", True),
+        ({"train.reset_memory": "0.1", "train.optimizer": "muon"}, "cuda:1", True),
+        ({}, "cpu", False),
+        ({"train.optimizer": "sgd"}, "cuda", False),
+        ({"train.backprop_segments": "2"}, "cuda", False),
+    ],
+)
+def test_where_steps_can_be_recorded_without_asking(options, device, expected):
+    run = small_run("stdlib", **options)
+    assert compilation.can_capture(run, device) is expected
+    assert run.train.capture is False
 
 
 def test_tf32_needs_a_gpu(tmp_path):

@@ -317,10 +317,11 @@ def attention_note(
     if model.attention not in _CHOICES:
         return None
     gpu = _gpu(device)
-    if gpu is not None and dtype != torch.float64 and _measured(device, dtype) is None:
-        chosen, inside = attention_backend(model, device, dtype).name, "" if dtype is None else f" in {str(dtype)[6:]}"
+    if gpu is not None and dtype in (torch.float32, torch.bfloat16) and _measured(device, dtype) is None:
+        chosen = attention_backend(model, device, dtype).name
         return (
-            f"no attention backend was timed{inside} on {gpu}; {chosen} is used, --model.attention triton may be faster"
+            f"no attention backend was timed in {str(dtype)[6:]} on {gpu}; {chosen} is used, --model.attention triton "
+            f"may be faster"
         )
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None

@@ -258,7 +258,9 @@ class TrainConfig:
         may_change=True,
     )
     compile: bool = setting(False, "compile the layers (torch.compile); on a CPU this needs a C++ compiler")
-    capture: bool = setting(False, "record whole steps as a CUDA graph once the memory is full; needs an NVIDIA GPU")
+    capture: bool = setting(
+        False, "record whole steps as a CUDA graph once the memory is full; needs an NVIDIA GPU", may_change=True
+    )
     tf32: bool = setting(False, "compute a GPU's float32 matrix products in TF32, whose factors have 10 bits")
     seed: int = setting(1, "seed of weights, dropout and emptied lanes", at_least=0, at_most=LARGEST)
     log_every: int = setting(100, "steps between lines of the log", at_least=1, may_change=True)

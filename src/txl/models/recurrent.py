@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -213,8 +214,10 @@ class LSTMLayer(nn.Module):
             # Look weights up by name: `torch.func.functional_call` may have replaced the parameters.
             weights = [cast(Tensor, getattr(self.lstm, name)) for name in self.lstm._flat_weights_names]
             weights[1] = F.dropout(weights[1], self.weight_drop)  # weight_hh, after weight_ih
-            with warnings.catch_warnings():  # on a GPU, cuDNN copies the weights side by side in each call
-                warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
+            # cuDNN warns that it copies the weights side by side in each call, which dropout makes unavoidable.
+            with warnings.catch_warnings() if inputs.is_cuda else nullcontext():
+                if inputs.is_cuda:
+                    warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
                 outputs, hidden, cell = torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, True)
         else:
             outputs, (hidden, cell) = self.lstm(inputs, before)

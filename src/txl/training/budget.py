@@ -94,7 +94,7 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
 
 def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     train = run.train
-    model = build_model(run.model, vocab_size).to(device).train()
+    model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype)).to(device).train()
     if train.dtype == "float64":
         model.double()
     optimizer = build_optimizer(model, train)

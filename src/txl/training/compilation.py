@@ -82,18 +82,16 @@ def check_capture(run: RunConfig, device: str) -> None:
     elif train.on_spike != "report":
         reason = "needs train.on_spike report: a recorded step does not go back to a checkpoint"
     if reason is not None:
-        raise UserError(f"train.capture {reason}; leave it out")
+        raise UserError(f"train.capture {reason}; add --train.capture false")
 
 
 def can_capture(run: RunConfig, device: str) -> bool:
-    """Return whether a device and a configuration, with `train.capture` set, allow recorded steps."""
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, capture=True))
+    """Return whether a device and a configuration allow recorded steps (`train.capture`)."""
     try:
-        run.train.validate()
         check_capture(run, device)
     except UserError:
         return False
-    return True
+    return run.train.backprop_segments == 1
 
 
 @dataclass

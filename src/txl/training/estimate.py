@@ -111,6 +111,8 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         "activations": train.backprop_segments * layers.activations + ends,
         "scratch": scratch,
     }
+    if train.capture:  # the recorded step keeps its own, beside those of steps that are not recorded
+        memory["activations"] *= 2
     width = 2 if train.dtype == "float64" else 1
     return Costs(
         parameters,

@@ -247,8 +247,10 @@ class MuonWithAdam(torch.optim.Optimizer):
         found_inf = getattr(self, "found_inf", None)
         for part in (self._muon, self._adam):
             part.found_inf = found_inf  # pyright: ignore[reportAttributeAccessIssue]
-            part.step()
-            part.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
+            try:
+                part.step()
+            finally:
+                part.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Optimizer:

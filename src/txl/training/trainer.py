@@ -372,7 +372,7 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
     """
     train, count = run.train, processes.count
     if count > 1 and train.capture:
-        raise UserError(f"train.capture serves one process, and these are {count}; leave it out")
+        raise UserError(f"train.capture serves one process, and these are {count}; add --train.capture false")
     if train.batch_size % (count * train.micro_batches):
         raise UserError(
             f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "
