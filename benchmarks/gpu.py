@@ -6,7 +6,8 @@
 The rows: (1) the tests marked `gpu`; (2) training tokens per second of enwik8-12L, wt103-base, enwik8-24L and
 stdlib-bpe with each attention, eager, compiled and captured, with the share of the dense bfloat16 rate measured in the
 same run; (3) Hugging Face's model and the authors' equations in plain PyTorch; (4) decoding of 1, 32 and 256 streams,
-compared with the bound by bandwidth; (5) Table 9; (6) peak memory as T and M double; (7) the time of a step by kernel.
+compared with the bound by bandwidth; (5) Table 9; (6) peak memory as T and M double; (7) the time of a step by kernel;
+(8) `txl train --minutes`.
 Estimates are what rows took on an H200; most rows with compiled layers, which take a minute each, are last.
 
 A row starts only if its estimate fits into the remaining minutes. Each row is written as soon as it is measured, to
@@ -49,6 +50,7 @@ ITEMS = {
     5: "Table 9",
     6: "Memory",
     7: "A step by kernel",
+    8: "In minutes",
 }
 AIMS = {
     2: "Aim: enwik8-12L at 0.40 of the dense bfloat16 rate.",
@@ -95,6 +97,7 @@ def rows() -> list[Row]:
         train(5, "wt103-base", "shifted", "captured"),
         *(train(3, "stdlib-bpe", attention, "captured") for attention in ("triton", "shifted")),
         *(train(3, "stdlib-bpe", attention, "eager") for attention in ("triton", "shifted")),
+        Row(8, "in_minutes", {"minutes": 1.0}, 75),
         train(60, "enwik8-12L", "triton", "compiled captured"),
         Row(3, "equations", {"preset": "enwik8-12L"}, 5),
         Row(3, "huggingface", {"dtype": "bfloat16"}, 10),
@@ -174,6 +177,7 @@ COLUMNS = {
     "table9": ["ratio", "published"],
     "memory": ["peak_bytes"],
     "kernels": ["microseconds"],
+    "in_minutes": ["seconds", "seconds_of_choice", "steps", "bits_per_byte"],
 }
 
 
@@ -345,7 +349,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.0, help="no row begins that would end later (default: 9)")
     parser.add_argument("--rehearse", action="store_true", help="the same rows of tiny models on a CPU")
     parser.add_argument("--out", type=Path, help="folder of the record (default: results; rehearsed: one that goes)")
-    parser.add_argument("--items", default="1,2,3,4,5,6,7", help="which of the seven (default: all)")
+    parser.add_argument("--items", default="1,2,3,4,5,6,7,8", help="which of the eight (default: all)")
     parser.add_argument("--worker", metavar="DEVICE", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:

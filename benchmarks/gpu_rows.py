@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,20 +26,26 @@ from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.attention import KeyScope
+from txl.benchmarking import workloads
+from txl.benchmarking.minutes import run_in_minutes
 from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth, synchronize
 from txl.benchmarking.table9 import slowdown
 from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig, TransformerXLConfig
+from txl.data.sources import stdlib_files
 from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.generation.steps import StaticStep
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
+from txl.runs.directory import RunDirectory
+from txl.training import compilation, loop, trainer
 from txl.training.budget import peak_bytes, ranked_tokens
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import training_step
+from txl.training.trainer import Trainer
 
 Figures = dict[str, Any]
 VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735, "stdlib-bpe": 2048}
@@ -375,6 +382,36 @@ def kernels(bench: Bench, attention: Any) -> Figures:
     total = sum(times.values())
     longest = sorted(times.items(), key=lambda item: -item[1])[:25]
     return {"microseconds": total, "kernels": [{"name": name[:120], "share": each / total} for name, each in longest]}
+
+
+def in_minutes(bench: Bench, minutes: float) -> Figures:
+    """Train as `txl train --minutes` does, on sources of the standard library; the rehearsal records steps too."""
+    if bench.rehearsed:
+        minutes = 0.2
+        for module in (compilation, workloads, trainer):
+            module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
+        loop.looks_later = lambda setup, state: True
+    with tempfile.TemporaryDirectory() as folder:
+        text, data, out = (Path(folder) / name for name in ("text.txt", "data", "run"))
+        size = 60_000 if bench.rehearsed else 5_000_000
+        text.write_bytes(
+            b"".join(each.read_bytes() for each in stdlib_files())[:size].decode("utf-8", "ignore").encode()
+        )
+        began = time.perf_counter()
+        chosen = run_in_minutes(minutes, {"data.corpus": str(text)}, bench.device, data, began=began, quiet=True)
+        planned = time.perf_counter() - began
+        Trainer(chosen.run, out, device=bench.device, data_dir=data, quiet=True).fit()
+        seconds = time.perf_counter() - began
+        last = [each for each in RunDirectory(out).events() if each["event"] == "valid"][-1]
+    train = chosen.run.train
+    return {
+        "seconds": seconds,
+        "seconds_of_choice": planned,
+        "steps": train.steps,
+        "recorded": train.capture,
+        "bits_per_byte": last["bits_per_byte"],
+        "choice": list(chosen.lines),
+    }
 
 
 def _activities(device: str) -> Sequence[ProfilerActivity]:
