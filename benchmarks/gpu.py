@@ -7,12 +7,13 @@ The rows: (1) the tests marked `gpu`; (2) training tokens per second of enwik8-1
 stdlib-bpe with each attention, eager, compiled and captured, with the share of the dense bfloat16 rate measured in the
 same run; (3) Hugging Face's model and the authors' equations in plain PyTorch; (4) decoding of 1, 32 and 256 streams,
 compared with the bound by bandwidth; (5) Table 9; (6) peak memory as T and M double; (7) the time of a step by kernel;
-(8) `txl train --minutes`.
-Estimates are what rows took on an H200; most rows with compiled layers, which take a minute each, are last.
+(8) `txl train --minutes`. Most rows with compiled layers, which take a minute each, are last.
 
-A row starts only if its estimate fits into the remaining minutes. Each row is written as soon as it is measured, to
-`gpu-NAME.json` and to a page `gpu-NAME.md`. A row that fails is recorded with its error, and measurement continues with
-the next row. If a row ends the process or takes far too long, the other rows are measured in a new process.
+A row starts only if its estimate fits into the remaining minutes. Estimates of rows that have run on an H200 are what
+they took there; those of decoding, compiled layers, `flex`, Table 9, kernels and minutes are guesses. Each row is
+written as soon as it is measured, to `gpu-NAME.json` and to a page `gpu-NAME.md`. A row that fails is recorded with its
+error, and measurement continues with the next row. If a row ends the process or takes far too long, the other rows are
+measured in a new process.
 """
 
 from __future__ import annotations
@@ -35,10 +36,9 @@ from typing import Any
 
 import torch
 from benchmarks import gpu_rows
-from benchmarks.gpu_rows import Bench, Figures, as_if_recorded
+from benchmarks.gpu_rows import Bench, Figures, imitate_recording
 from benchmarks.record import git
 
-from txl.devices import Captured
 from txl.errors import UserError
 from txl.runs.environment import describe_hardware, describe_software
 
@@ -77,7 +77,12 @@ class Row:
     @property
     def name(self) -> str:
         """Name of the row in messages."""
-        return " ".join([self.function, *(str(each) for each in self.given.values())])
+        return named(self.function, self.given)
+
+
+def named(function: str, given: Figures) -> str:
+    """Return the name of a row from its function and its values."""
+    return " ".join([function, *(str(each) for each in given.values())])
 
 
 def rows() -> list[Row]:
@@ -195,7 +200,8 @@ def page(record: Figures) -> str:
     ]
     for item, title in ITEMS.items():
         of_item = [row for row in record["rows"] if row["item"] == item and row["status"] != LEFT_OUT]
-        missing = [_given(row) for row in record["rows"] if row["item"] == item and row["status"] == LEFT_OUT]
+        left_out = [row for row in record["rows"] if row["item"] == item and row["status"] == LEFT_OUT]
+        missing = [named(row["function"], row["given"]) for row in left_out]
         if not of_item and not missing:
             continue
         lines += [f"## {title}", "", *([AIMS[item], ""] if item in AIMS else [])]
@@ -225,13 +231,9 @@ def _table(of_one: list[Figures], columns: list[str]) -> list[str]:
     return table
 
 
-def _given(row: Figures) -> str:
-    return " ".join([row["function"], *(str(each) for each in row["given"].values())])
-
-
 def _details(row: Figures) -> list[str]:
     """Return the lines that do not fit into a table: errors, failed tests, the longest kernels."""
-    name, figures = _given(row), row.get("figures", {})
+    name, figures = named(row["function"], row["given"]), row.get("figures", {})
     lines = [f"- {name}: {row['error']}"] if "error" in row else []
     lines += [f"- failed: {each}" for each in figures.get("failures", [])]
     if "kernels" in figures:
@@ -289,7 +291,7 @@ def work(bench: Bench) -> int:
     """Measure the rows read from standard input, and print a line for each."""
     if bench.rehearsed:
         torch.set_num_threads(1)
-        Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
+        imitate_recording()
     given = json.load(sys.stdin)
     for row in (Row(**each) for each in given["rows"]):
         left = given["deadline"] - time.time()

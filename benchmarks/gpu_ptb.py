@@ -23,14 +23,12 @@ from typing import Any
 
 import torch
 from benchmarks.gpu import device_name, header
-from benchmarks.gpu_rows import as_if_recorded
+from benchmarks.gpu_rows import imitate_recording
 
 import txl
 from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
-from txl.devices import Captured
 from txl.runs.directory import RunDirectory
-from txl.training import loop, trainer
 from txl.training.trainer import Trainer
 
 PAPER = 54.52
@@ -150,10 +148,7 @@ def main() -> int:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"written: {path}")
         return 0
-    # Replace parts that a CPU refuses, and parts that are only worthwhile on a GPU.
-    Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
-    trainer.check_capture = lambda run, device: None
-    loop.looks_later = lambda setup, state: True
+    imitate_recording()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(given, "cpu", Path(folder))
     return 0 if result["test_perplexity"] > 1 else 1

@@ -115,6 +115,14 @@ def as_if_recorded(self: Captured) -> Callable[[], None]:
     return replay
 
 
+def imitate_recording() -> None:
+    """Replace, in this process, what a CPU refuses of recorded steps, and what is only worthwhile on a GPU."""
+    Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
+    for module in (compilation, workloads, trainer):
+        module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
+    loop.looks_later = lambda setup, state: True
+
+
 def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
     """Return the mean seconds of steps that are launched one after the other without waiting, as in a program."""
     synchronize(device)
@@ -385,12 +393,9 @@ def kernels(bench: Bench, attention: Any) -> Figures:
 
 
 def in_minutes(bench: Bench, minutes: float) -> Figures:
-    """Train as `txl train --minutes` does, on sources of the standard library; the rehearsal records steps too."""
+    """Train as `txl train --minutes` does, on sources of the standard library."""
     if bench.rehearsed:
         minutes = 0.2
-        for module in (compilation, workloads, trainer):
-            module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
-        loop.looks_later = lambda setup, state: True
     with tempfile.TemporaryDirectory() as folder:
         text, data, out = (Path(folder) / name for name in ("text.txt", "data", "run"))
         size = 60_000 if bench.rehearsed else 5_000_000

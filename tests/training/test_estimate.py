@@ -263,3 +263,10 @@ def test_a_window_and_bfloat16_need_less():
     assert estimate(windowed, 256).memory_bytes["activations"] < whole["activations"]
     assert estimate(low, 256).memory_bytes["activations"] < whole["activations"]
     assert estimate(low, 256).to_dict()["total_bytes"] == sum(estimate(low, 256).memory_bytes.values())
+
+
+def test_a_recorded_step_keeps_activations_of_its_own():
+    run = with_options(RunConfig(), SHAPE)
+    recorded = with_options(run, {"train.capture": "true"})
+    parts, beside = (estimate(each, 256).memory_bytes for each in (recorded, run))
+    assert parts == beside | {"activations": 2 * beside["activations"]}

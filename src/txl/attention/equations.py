@@ -67,10 +67,10 @@ class KeyScope:
             return self.memory - self.filled_tensor
         if self.filled is None:
             return None
-        oldest = torch.tensor([self.memory - n for n in self.filled])
+        oldest = [self.memory - n for n in self.filled]
         if device is None or torch.compiler.is_compiling():  # the compiler cannot trace pinned memory
-            return oldest.to(device)
-        return sent(oldest, device)
+            return torch.tensor(oldest, device=device)
+        return sent(torch.tensor(oldest, device="cpu"), device)
 
     def mask(self, n_query: int, device: torch.device | None = None) -> Bool[Tensor, "T S"] | Bool[Tensor, "B T S"]:
         """Return a mask that is true where a query sees a key, with one mask per lane if `filled` is given."""

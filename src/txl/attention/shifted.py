@@ -76,7 +76,8 @@ def masked_scores(
 def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
     """Set scores [H,B,T,S] to -inf at positions of memory that are not filled in a lane."""
     if scope.filled_tensor is not None:
-        oldest = scope.memory - scope.filled_tensor
+        oldest = scope.oldest()
+        assert oldest is not None
         unfilled = torch.arange(scope.memory, device=scores.device) < oldest[:, None]
         scores[..., : scope.memory].masked_fill_(unfilled[:, None], -math.inf)
     elif scope.filled is not None:

@@ -27,8 +27,8 @@ from txl.attention.shifted import shifted_attention
 from txl.errors import UserError
 
 _POSITION_PROGRAMS = 2048
-"""Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the
-kernel takes 0.85 of the time that it takes with 512 (enwik8-12L on an H200)."""
+"""Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes
+0.85 of the time that it takes with 512 (enwik8-12L on an H200)."""
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class Memory:
         filled = self.filled or (self.length,) * self.batch_size
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
         # Set masked positions to 0: their attention weight is 0, but 0 times a number that is not finite is NaN.
-        mask = sent(mask, self.hidden[0].device)
+        mask = sent(mask.cpu(), self.hidden[0].device)
         hidden = tuple(each.masked_fill(mask[:, None, None], 0) for each in self.hidden)
         held = self.projections
         if held is not None:

@@ -34,9 +34,9 @@ BETA = 0.3
 equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best. With 0.4 or more, the choice for ten
 minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`); seeds differ by 2%."""
 LANES = 64.0
-"""In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed. After ten minutes,
-4 layers of width 128 with 32 lanes need 0.995 (text8), 0.985 (Moby-Dick) and 1.009 times (One Billion
-Word) the bits of 16 lanes (`results/dial-check-10-*.json`)."""
+"""In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed. After ten minutes, 4
+layers of width 128 with 32 lanes need 0.995 (text8), 0.985 (Moby-Dick) and 1.009 times (One Billion Word) the bits of
+16 lanes (`results/dial-check-10-*.json`)."""
 MOST_WEIGHTS = 8.0
 """Largest N that counts, in parameters per own token of the text; the small text was not measured with more."""
 MOST_PASSES = 60

@@ -199,7 +199,8 @@ def _tensors(state: State) -> tuple[Tensor, ...]:
 def _filled(states: Sequence[State], device: torch.device) -> list[Tensor]:
     """Return the number of filled positions in each lane of each memory, on the device."""
     memories = [state for state in states if isinstance(state, Memory)]
-    return [sent(torch.tensor(each.filled or (each.length,) * each.batch_size), device) for each in memories]
+    filled = [each.filled or (each.length,) * each.batch_size for each in memories]
+    return [sent(torch.tensor(each, device="cpu"), device) for each in filled]
 
 
 def _with_tensors(

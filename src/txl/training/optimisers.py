@@ -217,10 +217,6 @@ class MuonWithAdam(torch.optim.Optimizer):
         )
         super().__init__([*muon, *adam], {})
         self._share()
-        # PyTorch's name for optimisers that skip an update by `found_inf`. On a CPU reading the flag costs nothing.
-        self._step_supports_amp_scaling = all(
-            each.device.type != "cpu" for group in self.param_groups for each in group["params"]
-        )
 
     def _share(self) -> None:
         """Let Muon and AdamW use this optimiser's groups and state."""
@@ -229,12 +225,16 @@ class MuonWithAdam(torch.optim.Optimizer):
             part.state = self.state
 
     def __getstate__(self) -> dict[str, Any]:
-        more = ("_muon", "_adam", "_step_supports_amp_scaling")
-        return super().__getstate__() | {name: getattr(self, name) for name in more}
+        return super().__getstate__() | {"_muon": self._muon, "_adam": self._adam}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """PyTorch's name for optimisers that skip an update by `found_inf`. On a CPU reading the flag costs nothing."""
+        return all(each.device.type != "cpu" for group in self.param_groups for each in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters: to Muon if the group has `matrices`, else to AdamW."""
