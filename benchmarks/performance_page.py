@@ -258,7 +258,7 @@ def long_stream(record: Record) -> str:
 
 
 READ_AS = {
-    "stdlib": "the standard library's sources in byte pairs",
+    "stdlib": "the standard library's sources in BPE tokens",
     "enwik8": "the head of enwik8 in bytes",
     "ptb": "Penn Treebank in words",
 }

@@ -141,7 +141,7 @@ def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
     sizes = {size: units(TextFacts(size, size // 3, 90), 600).vocab_size for size in (400_000, 1_000_000, 3_000_000)}
     assert sizes == {400_000: 1024, 1_000_000: 2048, 3_000_000: 4096}
     assert units(facts, 3600).unit == "bpe"
-    assert units(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is no text has no byte pairs"
+    assert units(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is not text is read in bytes"
 
 
 def test_given_options_are_kept():

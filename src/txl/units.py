@@ -11,7 +11,7 @@ def is_character_unit(unit: str) -> bool:
 
 
 def quality(nll: float, unit: str) -> float:
-    """Convert a mean loss in nats to bits per token (bytes, characters) or to perplexity (words, byte pairs)."""
+    """Convert a mean loss in nats to bits per token (bytes, characters) or to perplexity (words, BPE tokens)."""
     return nll / math.log(2) if is_character_unit(unit) else math.exp(min(nll, 700))
 
 

@@ -126,7 +126,7 @@ class FakeRun:
         )
 
     def loss(self, step: int) -> float:
-        """Return the loss in nats per token: 5.5 at first, later about 1.3 (words and byte pairs: about 4.2)."""
+        """Return the loss in nats per token: 5.5 at first, later about 1.3 (words and BPE tokens: about 4.2)."""
         end = 1.1 if self.unit in ("byte", "char") else 4.0
         return end + (5.5 - end) / (1 + step / 60) ** 0.75
 

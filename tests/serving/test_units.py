@@ -1,4 +1,4 @@
-"""Routes of the server with models of characters, words and byte pairs."""
+"""Routes of the server with models of characters, words and BPE tokens."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="any file, or - for standard input")
     _add_ends(parser)
-    parser.add_argument("--model", metavar="DIR", help="a run directory; its units are bytes, characters or byte pairs")
+    parser.add_argument("--model", metavar="DIR", help="a run directory; its units are bytes, characters or BPE tokens")
     parser.add_argument(
         "--online", action="store_true", help="no trained model: a small one learns the file as it goes"
     )

@@ -30,7 +30,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("path", metavar="PATH", help="a file, a directory, or a model's name on the Hugging Face Hub")
     add_out(parser, "DIR", "the run directory to write", required=True)
     parser.add_argument(
-        "--vocabulary", metavar="FILE", help="vocab.pkl, vocab.bin, cache.pt, vocab.txt, or vocabulary.json of a run"
+        "--vocabulary",
+        metavar="FILE",
+        help="vocab.pkl, vocab.bin, cache.pt, cache.pkl, vocab.txt (one symbol a line), or vocabulary.json of a run",
     )
     parser.add_argument("--corpus", metavar="NAME", default="", help="corpus that txl eval reads by default")
     add_config_options(parser, ("model",), "transformer-xl")

@@ -42,7 +42,7 @@ def add_parser(commands: Subparsers) -> None:
         help="measure how long a context each of several models makes use of",
         example="txl recl runs/small runs/large --targets 500",
         description="Measure the relative effective context length of a group of models (Section 4.3, Appendix C): the "
-        "longest context from which a model still gains, compared with the best of the group at shorter ones.",
+        "context length beyond which a model's loss no longer improves, compared with the best model of the group.",
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
     parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")

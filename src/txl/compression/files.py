@@ -49,7 +49,7 @@ class CodingModel:
     model: LanguageModel
     """Any language model, on the CPU, in evaluation mode."""
     vocabulary: Vocabulary
-    """Vocabulary of the model: bytes, characters or byte pairs."""
+    """Vocabulary of the model: bytes, characters or BPE tokens."""
     lengths: Lengths | None = None
     """Memory length, window and clamp; None: the model's own. A decoder uses the lengths in the file's header."""
     training_tokens: Callable[[], Tokens | torch.Tensor] | None = None

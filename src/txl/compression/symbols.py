@@ -34,7 +34,7 @@ class Symbols:
         else:
             raise UserError(
                 f"this model reads {vocabulary.kind} tokens, which do not keep the white space between them, so a file "
-                f"could not be restored; use a model of bytes, characters or byte pairs"
+                f"could not be restored; use a model of bytes, characters or BPE tokens"
             )
         self._pieces = pieces
         of_byte = {piece[0]: token for token, piece in enumerate(pieces) if len(piece) == 1}

@@ -230,8 +230,8 @@ class TrainConfig:
     )
     average_patience: int | None = setting(
         None,
-        "start to average when the validation loss is above the best of all evaluations more than this many before; "
-        "none: never",
+        "start to average when the validation loss is above the best of the evaluations made more than this many "
+        "evaluations before; none: never",
         at_least=1,
         expected="1 or more evaluations",
     )

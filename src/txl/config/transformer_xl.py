@@ -38,8 +38,8 @@ class TransformerXLConfig(TransformerConfig):
     dropout_r: float | None = rate(None, "dropout on the sinusoid R; none: the same as dropout", lacking=ANYTHING)
     attention: AttentionName = setting(
         "auto",
-        "attention backend. auto: shifted; fastest: compiled on a CPU that has compiled code (the wheel's, or a C++ "
-        "compiler's), else shifted",
+        "attention backend. auto: on a GPU the backend that was measured to be the fastest there, else shifted; "
+        "fastest: on a CPU compiled, if there is compiled code (the wheel's, or a C++ compiler's), else as auto",
     )
 
     title: ClassVar[str] = "Transformer-XL (model.encoding relative or shaw)"

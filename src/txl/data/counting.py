@@ -129,7 +129,7 @@ def words(
 
 
 BPE_TRAINING_BYTES = 100_000_000
-"""Approximate number of bytes from which byte pairs are learnt, spread evenly over the training text."""
+"""Approximate number of bytes from which BPE merges are learnt, spread evenly over the training text."""
 MOST_WORDS = 16_000_000
 """Largest number of different words that are held in memory (about 2 GB)."""
 
@@ -253,7 +253,7 @@ def word_vocabulary(
 def bpe_vocabulary(
     pieces: list[Piece], vocab_size: int, blocks: Iterable[tuple[str, int]], normalise: bool
 ) -> BpeVocabulary:
-    """Learn byte pairs from `blocks`, the text of the pieces; from every k-th chunk of the text if it is long."""
+    """Learn BPE merges from `blocks`, the text of the pieces; from every k-th chunk of the text if it is long."""
     total = sum((content_size(each.path) if each.end is None else each.end) - each.start for each in pieces)
     every = max(1, math.ceil(total / BPE_TRAINING_BYTES))
 

@@ -29,7 +29,7 @@ class TextFacts:
 
     @property
     def is_text(self) -> bool:
-        """True if the text can be read in characters and byte pairs."""
+        """True if the text can be read in characters and BPE tokens."""
         return self.characters > 0
 
 

@@ -314,7 +314,7 @@ def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, i
 
 
 def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) -> Vocabulary:
-    """Build the vocabulary of bytes, characters or byte pairs."""
+    """Build the vocabulary of bytes, characters or BPE tokens."""
     counted = [piece for split in recipe.counted for piece in pieces[split]]
     reader = _Reader(counted, recipe)
     if recipe.unit == "byte":
@@ -335,7 +335,7 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) ->
 
     def told() -> Iterator[tuple[str, int]]:
         for text, done in reader.texts():
-            progress("learning byte pairs", done, reader.size)
+            progress("learning BPE tokens", done, reader.size)
             yield text, done
 
     return bpe_vocabulary(counted, recipe.vocab_size, told(), recipe.normalise)

@@ -51,12 +51,12 @@ A rate of 8e-3 gave a loss 2.4% lower after 400 steps, and 2.8% higher after 1,2
 ORDINARY = 3.0
 """Compression factor of ordinary text; a text with a larger factor repeats itself and counts as a shorter text."""
 PREPARED_PER_SECOND = 2e6
-"""Bytes of text that are cut into byte pairs per second; two cores of an AMD EPYC cut 2.6 million."""
+"""Bytes of text that are cut into BPE tokens per second; two cores of an AMD EPYC cut 2.6 million."""
 VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
-"""Size of the training text in bytes, and the number of byte pairs for smaller texts. With 4,096 instead of 2,048,
-texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits a byte after 2 minutes of one thread, and 0.7% and 1.0% fewer
-after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). The size
-for smaller texts is undecided."""
+"""Size of the training text in bytes, and the size of the BPE vocabulary for smaller texts. With 4,096 instead of
+2,048, texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits per byte after 2 minutes of one thread, and 0.7% and 1.0%
+fewer after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). The size for smaller
+texts is undecided."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97
@@ -127,7 +127,7 @@ def run_name(minutes: float) -> str:
 
 
 def units(text: TextFacts, seconds: float) -> DataConfig:
-    """Return the unit for a text: byte pairs; bytes if the file is not UTF-8 or byte pairs take too long to prepare."""
+    """Return the unit for a text: BPE tokens; bytes if the file is not UTF-8 or BPE takes too long to prepare."""
     if not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4:
         return DataConfig(unit="byte")
     return DataConfig(unit="bpe", vocab_size=next(size for most, size in VOCABULARIES if text.bytes < most))
@@ -284,11 +284,11 @@ def reasons(
     """
     facts, run = text.facts, choice.run
     script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text"
-    unit = {"bpe": f"{text.vocab_size:,} byte pairs", "byte": "bytes", "char": "characters"}[run.data.unit]
-    per_token = f", {facts.bytes / text.train_tokens:.2f} bytes each" if run.data.unit == "bpe" else ""
+    unit = {"bpe": f"a BPE vocabulary of {text.vocab_size:,}", "byte": "bytes", "char": "characters"}[run.data.unit]
+    per_token = f", {facts.bytes / text.train_tokens:.2f} bytes per token" if run.data.unit == "bpe" else ""
     why = ""
     if run.data.unit == "byte" and facts.is_text and "data.unit" not in given:
-        why = " (byte pairs would take too long to prepare)"
+        why = " (BPE would take too long to prepare)"
     model, train = run.model, run.train
     rate = f", dropout {model.dropout:g}" if model.dropout else ""
     compared = f"the least expected loss of {choice.tried} timed" if choice.tried > 1 else "shape and batch were given"

@@ -9,7 +9,7 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: byte pairs, `pre_norm`, `qk_norm`, Muon, and a linear schedule."""
+    """Return the configuration of the demo: BPE tokens, `pre_norm`, `qk_norm`, Muon, and a linear schedule."""
     run = stdlib_tiny()
     run.name = "stdlib-bpe"
     run.model = replace(run.model, attention="fastest", pre_norm=True, qk_norm=True)

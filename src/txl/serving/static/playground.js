@@ -995,7 +995,7 @@ async function begin(signal) {
   model = first.txl;
   find("model").textContent = first.id;
   document.title = `${first.id} · txl playground`;
-  const units = { byte: "bytes", char: "characters", word: "words", bpe: "byte pairs" };
+  const units = { byte: "bytes", char: "characters", word: "words", bpe: "BPE tokens" };
   const { kind, size } = model.vocabulary;
   find("about").textContent = `${compact.format(model.parameters)} parameters · ${number(size)} ${units[kind] ?? kind} · memory ${number(model.mem_len)}`;
   find("count").max = model.limits.max_tokens;
