@@ -34,6 +34,8 @@ def refused(capsys):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
+        (["train", "runs/mine", "--out", "x"], "runs/mine is neither a preset nor a run directory"),
+        (["train", "qqqqqq", "--out", "x"], "unknown preset 'qqqqqq'; txl presets lists them"),
         (["train", "enwik8-12l", "--out", "x"], "unknown preset 'enwik8-12l'; did you mean enwik8-12L"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n-layr", "3"], "unknown option --model.n-layr; did you mean"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n-layer", "three"], "--model.n-layer is 'three'; expected a whole"),

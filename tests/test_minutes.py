@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from txl.benchmarking import minutes as measuring
 from txl.benchmarking import workloads
@@ -29,9 +30,9 @@ from txl.presets.minutes import (
     TokenizedText,
     base_run,
     choose,
+    data_for,
     expected_loss,
     reasons,
-    units,
 )
 from txl.presets.small import stdlib_bpe
 from txl.runs.directory import RunDirectory
@@ -57,7 +58,7 @@ def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> TokenizedText:
 
 def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> ChosenRun:
     base = base_run(minutes, bfloat16=True)
-    base.data = units(TextFacts(size, size // 3, 90), 60 * minutes)
+    base.data = data_for(TextFacts(size, size // 3, 90), 60 * minutes)
     options = {name.replace("__", "."): value for name, value in given.items()}
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
 
@@ -109,16 +110,19 @@ def test_a_choice_has_the_recipe_of_the_preset():
         {"train__eval_tokens": "none"},
         {"train__eval_every": "50", "train__eval_tokens": "20000"},
         {"train__eval_every": "0"},
+        {"train__eval_every": "1000", "train__eval_tokens": "none"},
+        {"train__eval_every": "100000", "train__eval_tokens": "none"},
     ],
 )
 def test_evaluations_that_the_user_sets_are_part_of_the_time(given: dict[str, str]):
     choice = _choice(10_000_000, 5, 4e10, 1.0, **given)
     train, speed = choice.run.train, _machine(choice.run)
     tokens = train.eval_tokens or _text(10_000_000, choice.run.data.unit).valid_tokens
-    evaluations = train.steps // train.eval_every if train.eval_every else 0
+    evaluations = math.ceil(train.steps / train.eval_every) if train.eval_every else 0
     taken = train.steps * speed.step + evaluations * tokens * speed.evaluated_token
     assert train.planned_minutes == pytest.approx(taken / 60, rel=0.06)
-    assert 0.9 * 300 < taken <= 300
+    one = tokens * speed.evaluated_token
+    assert 0.9 * 300 - one < taken <= 300
 
 
 def test_a_small_text_gets_dropout_and_ends_early():
@@ -137,11 +141,11 @@ def test_a_text_that_repeats_counts_as_a_shorter_one():
 
 def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
     facts = TextFacts(100_000_000, 30_000_000, 90)
-    assert units(facts, 120).unit == "byte"
-    sizes = {size: units(TextFacts(size, size // 3, 90), 600).vocab_size for size in (400_000, 1_000_000, 3_000_000)}
+    assert data_for(facts, 120).unit == "byte"
+    sizes = {size: data_for(TextFacts(size, size // 3, 90), 600).vocab_size for size in (400_000, 1_000_000, 3_000_000)}
     assert sizes == {400_000: 1024, 1_000_000: 2048, 3_000_000: 4096}
-    assert units(facts, 3600).unit == "bpe"
-    assert units(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is not text is read in bytes"
+    assert data_for(facts, 3600).unit == "bpe"
+    assert data_for(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is not text is read in bytes"
 
 
 def test_given_options_are_kept():
@@ -150,6 +154,26 @@ def test_given_options_are_kept():
     assert (run.model.n_layer, run.model.d_model, run.model.n_head, run.model.d_inner) == (5, 64, 2, 192)
     assert run.train.batch_size == 8
     assert _choice(180_000, 360, model__dropout="0.35").run.model.dropout == 0.35
+
+
+@pytest.mark.parametrize("given", [{"model__d_model": "256"}, {"model__d_model": "192", "train__batch_size": "16"}])
+def test_a_given_width_does_not_end_the_search_for_layers(given: dict[str, str]):
+    timed = []
+
+    def machine(run: RunConfig) -> StepTimes:
+        timed.append((run.model.n_layer, run.train.batch_size, run.model.dropout))
+        return _machine(run, 1e12)
+
+    options = {name.replace("__", "."): value for name, value in given.items()}
+    choice = choose(base_run(600, bfloat16=True), _text(100_000_000), 36_000, machine, options)
+    assert choice.run.model.n_layer > 6
+    assert len(timed) == len(set(timed)), "a configuration is timed once"
+
+
+def test_byte_pairs_that_the_user_asked_for_get_the_rules_vocabulary():
+    facts = TextFacts(2_000_000_000, 600_000_000, 90)
+    data = data_for(facts, 120)
+    assert (data.unit, data.vocab_size) == ("byte", 4096)
 
 
 def test_the_expected_loss_falls_with_steps_and_ends_where_the_text_is_used_up():
@@ -346,6 +370,11 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--extend"], "--extend and --minutes"),
         (["--minutes", "5", "--data.unit", "word"], "--data.unit word"),
         (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
+        (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
+        (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: --minutes supports"),
+        (["--minutes", "5", "--train.tf32"], "train.tf32 needs an NVIDIA GPU"),
+        (["--minutes", "5", "--train.eval-batch-size", "9000"], "(--train.eval-batch-size, --train.eval-every 0)"),
+        (["--minutes", "5", "--train.segment", "20000"], "2 lanes of "),
         (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
         (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
         (["--minutes", "0.05"], "remain for training"),
@@ -418,7 +447,7 @@ def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, 
     run = RunDirectory(tmp_path / "run").config()
     assert run.train.average_from == 9
     late = {"train.average_from": "5000", "train.min_learning_rate": "0.005"}
-    measuring._check_options(base_run(60, bfloat16=True), late)
+    measuring._check_options(base_run(60, bfloat16=True), late, "cpu")
 
 
 def test_several_processes_do_not_choose(
@@ -446,6 +475,50 @@ def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train
     assert train.measured
     second = RunDirectory(tmp_path / "run").config()
     assert (first.data.unit, second.data.unit, second.data.corpus) == ("byte", "bpe", str(train.text))
+
+
+def test_a_choice_without_a_checkpoint_gives_way_to_another_number_of_minutes(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    for each in ("checkpoints", "latest", "best"):
+        path = tmp_path / "run" / each
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert train("--minutes", "2", "--data.unit", "byte") == 0
+    assert RunDirectory(tmp_path / "run").config().name == "2-minutes"
+
+
+def test_a_fork_does_not_keep_the_plan(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    assert train("--fork", "--train.steps", "2", "--train.warmup-steps", "1") == 0
+    assert RunDirectory(tmp_path / "run-fork-1").config().train.planned_minutes is None
+
+
+def test_shapes_that_the_machine_or_the_text_has_no_room_for_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch):
+    run = with_options(stdlib_bpe(), {"data.corpus": str(text), "data.unit": "byte", "train.batch_size": "9000"})
+    corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).step == math.inf, "lanes shorter than a segment"
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(measuring, "training_workload", full)
+    run.train.batch_size = 2
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).step == math.inf
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, monkeypatch: pytest.MonkeyPatch):
+    precisions = []
+    monkeypatch.setattr(workloads, "check_trainable", lambda *_: None)
+    real = workloads.training_step
+
+    def watched(*given, **options):
+        precisions.append(torch.get_float32_matmul_precision())
+        return real(*given, **options)
+
+    monkeypatch.setattr(workloads, "training_step", watched)
+    run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
+    training_workload(run, 64, "cpu")[1]()
+    assert precisions == ["high" if tf32 else "highest"]
 
 
 def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -14,7 +14,7 @@ import torch
 import txl
 from tests.conftest import options_of, small_run
 from txl.cli import build_parser, main
-from txl.commands.demo import MARK, arithmetic_of_this_machine, steps_of_this_machine, steps_within, whole_lines
+from txl.commands.demo import MARK, arithmetic_of, steps_of_this_machine, steps_within, whole_lines
 from txl.config import validate, with_options
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
@@ -127,12 +127,15 @@ def test_the_demo_goes_on_from_whole_lines(text, expected):
     ("flags", "expected"),
     [("avx2 avx512f", {}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
 )
-def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, monkeypatch):
+def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    options = arithmetic_of_this_machine()
+    options = arithmetic_of(tmp_path)
     assert options == expected
     validate(with_options(txl.preset("stdlib-bpe"), options))
+    for dtype in ("float32", "bfloat16"):  # begun on a machine that was fast in it
+        RunDirectory(tmp_path).write_config(with_options(txl.preset("stdlib-bpe"), {"train.dtype": dtype}))
+        assert arithmetic_of(tmp_path) == {"train.dtype": dtype}
 
 
 @pytest.mark.parametrize(
@@ -158,6 +161,9 @@ def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeyp
     assert "900 training steps instead of 2,400: the demo takes about 11 minutes here" in capsys.readouterr().err
     words = with_options(config, {"data.unit": "word"})
     assert steps_of_this_machine(tmp_path / "other", words) == {}
+    seconds[:] = [0.15]
+    in_bytes = with_options(config, {"data.unit": "byte"})
+    assert steps_of_this_machine(tmp_path / "other", in_bytes) == {"train.steps": "1300"}
     (tmp_path / "demo").mkdir()
     RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
     assert steps_of_this_machine(tmp_path / "demo", config) == options  # nothing is timed: `seconds` is empty

@@ -6,10 +6,12 @@ import copy
 import logging
 import os
 import pickle
+import platform
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,6 +195,15 @@ def test_without_a_compiler_one_line_says_so_and_pytorch_computes(monkeypatch, t
         "compiled code is not available, PyTorch is used instead"
     ]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_system_that_hides_its_processor_has_compiled_code(monkeypatch):
+    def hidden(self: Path, *_: object, **__: object) -> str:
+        raise FileNotFoundError(self)
+
+    monkeypatch.setattr(Path, "read_text", hidden)
+    assert build._flags() == []
+    assert platform.machine() in build._processor()
 
 
 def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path, caplog):

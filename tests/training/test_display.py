@@ -12,9 +12,9 @@ import textwrap
 import pytest
 from tests.conftest import small_run
 from tests.training.test_guards import events
-from tests.training.test_trainer import train
+from tests.training.test_trainer import stop_after, train
 
-from txl.errors import UserError
+from txl.errors import RunInterrupted, UserError
 from txl.training.display import Display, Reading
 
 READING = Reading(
@@ -87,6 +87,19 @@ def test_figures_for_tensorboard(story, data_dir, tmp_path):
     shown = {point.step: point.value for point in read.Scalars("train/loss")}
     assert shown == pytest.approx(logged)
     assert [point.step for point in read.Scalars("valid/bpc")] == [6, 12]
+
+
+def test_a_run_that_is_stopped_has_written_its_figures_for_tensorboard(story, data_dir, tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    stop_after(monkeypatch, 3)
+    with pytest.raises(RunInterrupted):
+        train(
+            small_run(str(story), **{"train.tensorboard": "true", "train.log_every": "1"}), tmp_path / "run", data_dir
+        )
+    read = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [point.step for point in read.Scalars("train/loss")] == [1, 2, 3]
 
 
 def test_without_tensorboard_one_line_says_what_to_install(story, data_dir, tmp_path, monkeypatch):

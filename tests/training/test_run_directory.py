@@ -30,6 +30,7 @@ from txl.runs.checkpoints import (
     prune,
     read_state,
     read_tensors,
+    remove_later,
     remove_partial,
     verify_file,
     write_checkpoint,
@@ -251,6 +252,23 @@ def test_a_checkpoint_without_its_manifest_is_listed_so_that_it_can_be_refused(t
     assert checkpoint_names(tmp_path) == ["step-00000004"]
     write(tmp_path, 5)
     assert checkpoint_names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_a_later_checkpoint_that_cannot_be_deleted_is_not_resumed_from(tmp_path, monkeypatch):
+    for step in (4, 6, 8):
+        write(tmp_path, step)
+    monkeypatch.setattr(checkpoints, "_deleted", lambda checkpoint: False)
+    remove_later(tmp_path, 4)
+    assert checkpoint_names(tmp_path) == ["step-00000004"]
+    assert (tmp_path / "refused-step-00000006").is_dir()
+    write(tmp_path, 6)
+
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(checkpoints.os, "rename", refused)
+    with pytest.raises(UserError, match="step-00000006: cannot be set aside"):
+        remove_later(tmp_path, 4)
 
 
 def test_pruning_keeps_the_newest_and_the_protected(tmp_path):

@@ -220,7 +220,7 @@ def recording(monkeypatch):
         return replay
 
     monkeypatch.setattr(Captured, "_record", record)
-    monkeypatch.setattr("txl.training.trainer.check_capture", lambda *_: None)
+    monkeypatch.setattr("txl.training.building.check_capture", lambda *_: None)
     return recorded
 
 
@@ -294,6 +294,11 @@ def test_where_steps_can_be_recorded_without_asking(options, device, expected):
     run = small_run("stdlib", **options)
     assert compilation.can_capture(run, device) is expected
     assert run.train.capture is False
+
+
+def test_other_devices_than_a_cpu_and_nvidia_gpus_do_not_train(tmp_path):
+    with pytest.raises(UserError, match=r"^training on mps:0 is not supported.*; use --device cpu$"):
+        Trainer(txl.preset("stdlib-tiny"), tmp_path / "run", device="mps:0")
 
 
 def test_tf32_needs_a_gpu(tmp_path):

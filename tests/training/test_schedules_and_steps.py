@@ -299,6 +299,26 @@ def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16,
         assert (here - there).norm() < (1e-3 if in_bfloat16 else 0.05) * moved, name
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_muon_orthogonalises_float64_weights_in_float64(on_gpu, monkeypatch):
+    monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: True)
+    model = model_for_muon("relative").double()
+    optimizer: Any = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
+    name = next(name for name, stacked in model.layer_matrices().items() if stacked == (1, 1))
+    matrix = model.get_parameter(name)
+    before, matrix.grad = matrix.detach().clone(), torch.randn(matrix.shape, dtype=torch.float64)
+    if on_gpu:
+        optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    wide = matrix.grad if matrix.shape[0] <= matrix.shape[1] else matrix.grad.T
+    # The first Nesterov momentum is a multiple of the gradient.
+    group = next(each for each in optimizer.param_groups if "ns_coefficients" in each)
+    move = optimisers.orthogonalised(wide[None], group["ns_coefficients"], group["ns_steps"], 0.0)[0]
+    move = move if wide is matrix.grad else move.T
+    wanted = 0.01 * 0.2 * max(matrix.shape) ** 0.5 * move
+    torch.testing.assert_close(before - matrix.detach(), wanted, rtol=1e-5, atol=1e-9)
+
+
 @pytest.mark.parametrize("most", [1, 100, 1 << 22])
 @pytest.mark.parametrize("name", MATRICES)
 def test_muon_on_a_gpu_updates_as_on_a_cpu_unless_its_flag_is_set(name, most, monkeypatch):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+
+import torch
 
 from txl.benchmarking.workloads import seconds_of, training_workload
 from txl.config import RunConfig, validate, with_options
 from txl.data.corpora import Corpus, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.facts import text_facts
+from txl.data.streams import LaneStream
 from txl.errors import UserError
 from txl.presets.minutes import (
     AIM,
@@ -28,20 +30,21 @@ from txl.presets.minutes import (
     check_steps,
     choose,
     configured,
+    data_for,
     planned,
     reasons,
-    units,
 )
 from txl.runs.environment import memory_bytes, multiplies_bfloat16
+from txl.training.building import check_trainable
 from txl.training.compilation import can_capture
 from txl.training.estimate import estimate
 from txl.training.parallel import TrainedModel
-from txl.training.validation import evaluate_in_training
+from txl.training.validation import check_validation_split, evaluate_in_training
 
 _TIMED_SECONDS, _TIMED_STEPS = 1.0, 3
 """Least time in seconds, and least number of steps, for which each configuration is timed."""
 
-_LONGEST_STEP = 0.005
+_LONG_STEP_SHARE = 0.005
 """Share of the minutes; a configuration whose first step takes longer is timed by that step alone."""
 _MOST_MEMORY = 0.6
 """Largest estimated memory of a configuration, as a share of the machine's memory."""
@@ -63,7 +66,6 @@ def run_in_minutes(
     *,
     began: float,
     quiet: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> MinutesRun:
     """Choose units, shape, batch, dropout, steps and arithmetic for a text and a number of minutes.
 
@@ -72,9 +74,8 @@ def run_in_minutes(
         given: options of the user by dotted name, `data.corpus` included; the choice keeps their values.
         device: device that the run trains on.
         data_dir: directory of prepared corpora.
-        began: reading of `clock` when the command began.
+        began: reading of `time.perf_counter` when the command began.
         quiet: True to print no progress on standard error.
-        clock: function that returns the time in seconds.
 
     Raises:
         UserError: if the text is too small, the time too short, or the options break a rule.
@@ -82,25 +83,28 @@ def run_in_minutes(
     base = base_run(minutes, multiplies_bfloat16(device))
     base.train.capture = can_capture(with_options(base, given), device)
     data = with_absolute_paths(with_options(base, given).data)
-    _check_options(base, given)
+    _check_options(base, given, device)
     facts = text_facts(data.corpus)
     if facts.bytes < SMALLEST:
         raise UserError(
             f"{data.corpus} has {facts.bytes:,} bytes to train on; --minutes expects {SMALLEST:,} or more, else "
             f"choose a preset (txl presets)"
         )
-    base.data = replace(units(facts, 60 * minutes), corpus=data.corpus)
+    base.data = replace(data_for(facts, 60 * minutes), corpus=data.corpus)
     refuse_unused(with_options(base, given).data, given)
-    looked = clock()
+    looked = time.perf_counter()
     corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
-    prepared = clock() - looked
+    prepared = time.perf_counter() - looked
     splits = {name: len(corpus.tokens(name)) for name in ("train", "valid")}
     text = TokenizedText(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
+    smallest = configured(base, *SHAPES[0], BATCHES[0], given)
+    check_validation_split(smallest, corpus)
+    _check_lanes(smallest, corpus)
 
-    longest = _LONGEST_STEP * 60 * minutes
+    longest = _LONG_STEP_SHARE * 60 * minutes
 
     def left() -> float:
-        return AIM * 60 * minutes - (clock() - began)
+        return AIM * 60 * minutes - (time.perf_counter() - began)
 
     def measure(run: RunConfig) -> StepTimes:
         return measured_speed(run, corpus, device, longest)
@@ -112,17 +116,24 @@ def run_in_minutes(
     return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, given))
 
 
-def _check_options(base: RunConfig, given: dict[str, str]) -> None:
-    """Refuse options that break a rule for every choice of steps and learning rate."""
+def _check_options(base: RunConfig, given: dict[str, str], device: str) -> None:
+    """Refuse options that break a rule for every choice of steps and learning rate, or that the device lacks."""
     run = configured(base, *SHAPES[0], BATCHES[0], {})
     run.train.steps, run.train.learning_rate = 10**9, 1.0
-    validate(with_options(run, given))
+    run = with_options(run, given)
+    validate(run)
+    check_trainable(run, device)
+
+
+def _check_lanes(run: RunConfig, corpus: Corpus) -> None:
+    """Raise `UserError` if a lane of the training split is shorter than a segment."""
+    LaneStream(corpus.tokens("train"), run.train.batch_size, run.train.segment)
 
 
 def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
     """Time training steps of a configuration on random tokens, and its evaluation on part of the validation split.
 
-    Return infinite times without timing if the estimated memory is too large for the machine.
+    Return infinite times if its lanes are shorter than a segment, or the machine's memory is too small for it.
 
     Args:
         run: configuration to time.
@@ -131,9 +142,22 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         longest: time in seconds; if the first step takes longer, no other step is timed.
     """
     vocab_size = len(corpus.vocabulary)
+    too_large = StepTimes(math.inf, math.inf)
+    try:
+        _check_lanes(run, corpus)
+    except UserError:
+        return too_large
     if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
-        return StepTimes(math.inf, math.inf)
-    model, step = training_workload(run, vocab_size, device, must_compile=False)
+        return too_large
+    try:
+        return _timed(run, corpus, device, longest)
+    except torch.OutOfMemoryError:  # another program uses a part of the GPU's memory
+        torch.cuda.empty_cache()
+        return too_large
+
+
+def _timed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
+    model, step = training_workload(run, len(corpus.vocabulary), device, must_compile=False)
     steps = [seconds_of(step, device)]
     if steps[0] < longest:
         seconds_of(step, device)
@@ -141,7 +165,7 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         while sum(steps) < _TIMED_SECONDS:
             steps.append(seconds_of(step, device))
     some = RunConfig.from_dict(run.to_dict())
-    some.train.eval_tokens = min(len(corpus.tokens("valid")), 2 * run.eval.segment * run.eval.batch_size)
+    some.train.eval_tokens = min(len(corpus.tokens("valid")), 2 * run.eval.segment * run.validation_lanes)
     model, done = model.eval(), 0
 
     def evaluation() -> None:

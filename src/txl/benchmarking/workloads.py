@@ -14,12 +14,14 @@ import torch
 from txl.benchmarking import transformer_xl_of
 from txl.benchmarking.operations import forward_operations, matmul_rate, synchronize
 from txl.config import RunConfig
+from txl.devices import float32_products
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.models import FAMILIES, build_model
+from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective, State
-from txl.training.compilation import WARM, CapturedStep, check_capture, compile_layers
+from txl.training.building import check_trainable, model_to_train
+from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.step import training_step
@@ -117,13 +119,9 @@ def training_workload(
         UserError: if the device or the model cannot be trained in this way.
     """
     train = run.train
-    FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
-    if train.capture:
-        check_capture(run, device)
+    check_trainable(run, device)
     torch.manual_seed(0)
-    model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype)).to(device).train()
-    if train.dtype == "float64":
-        model.double()
+    model = model_to_train(run.model, vocab_size, device, train.dtype)
     if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
         raise UserError(
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
@@ -138,7 +136,8 @@ def training_workload(
     def step() -> None:
         nonlocal states
         tokens = torch.randint(vocab_size, shape, device=device)
-        states = take_step(trained, optimizer, tokens, tokens, states, train).states
+        with float32_products(train.tf32):
+            states = take_step(trained, optimizer, tokens, tokens, states, train).states
 
     for _ in range(0 if device == "cpu" else WARM + 1):  # the last one records the step, and replays it
         step()

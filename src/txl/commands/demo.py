@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     changes, limit = config_options(arguments), arguments.test_tokens
     if arguments.preset == _PRESET:
-        changes = arithmetic_of_this_machine() | changes
+        changes = arithmetic_of(Path(arguments.out)) | changes
         if can_capture(with_options(preset(_PRESET), changes), pick_device(None)):
             changes = {"train.capture": "true"} | changes
     out, config = arguments.out, with_options(preset(arguments.preset), changes)
@@ -89,11 +89,14 @@ def run(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def arithmetic_of_this_machine() -> dict[str, str]:
-    """Return the training options for the arithmetic that this machine is fast in."""
+def arithmetic_of(out: Path) -> dict[str, str]:
+    """Return the dtype of the run in `out`, so that it resumes, or else the dtype that this machine is fast in."""
     from txl.commands.options import pick_device
+    from txl.runs.directory import RunDirectory
     from txl.runs.environment import multiplies_bfloat16
 
+    if RunDirectory(out).config_path.exists():
+        return {"train.dtype": RunDirectory(out).config().train.dtype}
     return {"train.dtype": "bfloat16"} if multiplies_bfloat16(pick_device(None)) else {}
 
 
@@ -105,15 +108,17 @@ def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.workloads import timed, training_workload
     from txl.commands.options import pick_device
+    from txl.data.corpora import known_vocabulary_size
     from txl.runs.directory import RunDirectory
 
     if RunDirectory(out).config_path.exists():
         return {"train.steps": str(RunDirectory(out).config().train.steps)}
-    if config.data.unit != "bpe":  # the size of the vocabulary is not known yet
+    vocab_size = config.data.vocab_size if config.data.unit == "bpe" else known_vocabulary_size(config.data)
+    if vocab_size is None:  # it depends on the text
         return {}
     keep_freed_memory()  # as in training
     device = pick_device(None)
-    _, step = training_workload(config, config.data.vocab_size, device, must_compile=False)
+    _, step = training_workload(config, vocab_size, device, must_compile=False)
     step_seconds = timed(step, 3, device)
     steps = steps_within(_SECONDS, step_seconds, config.train.steps)
     if steps < config.train.steps:

@@ -151,6 +151,8 @@ def base_config(name: str) -> RunConfig:
     from txl.presets import preset, presets
 
     if name in presets() or not (Path(name) / "config.json").is_file():
+        if os.sep in name:
+            raise UserError(f"{name} is neither a preset nor a run directory (it has no config.json)")
         return preset(name)
     from txl.runs.directory import RunDirectory
 

@@ -20,7 +20,7 @@ from txl.commands.options import (
     pick_device,
 )
 from txl.commands.output import print_json, say
-from txl.config import RunConfig, leaf_fields, shown, validate, with_options
+from txl.config import RunConfig, TransformerXLConfig, chosen_family, leaf_fields, shown, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -34,7 +34,8 @@ _SHORT = (
 
 
 _MOST_MINUTES = 366 * 24 * 60
-_FAMILY = "transformer-xl"
+_FAMILY_FIELDS = ("family", "kind", "encoding")
+"""Fields of a model that select its family."""
 _CHOSEN = {
     "train.steps": "--minutes determines the steps",
     "train.planned_minutes": "--minutes sets it",
@@ -150,14 +151,19 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         return base_config(preset)
     if arguments.out is not None and RunDirectory(arguments.out).config_path.exists():
         stored = RunDirectory(arguments.out).config()
-        if minutes is not None and stored.name != run_name(minutes):
+        if arguments.fork:
+            stored.train.planned_minutes = None  # planned for that run's steps
+        is_chosen = minutes is None or stored.name == run_name(minutes)
+        if has_checkpoint(RunDirectory(arguments.out)) and not is_chosen:
             raise UserError(
                 f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
                 f"--minutes out to go on with it, or give another --out"
             )
-        if minutes is None or has_checkpoint(RunDirectory(arguments.out)) or _is_of(stored, config_options(arguments)):
+        if minutes is None or has_checkpoint(RunDirectory(arguments.out)):
             return stored
-        # The stored run has no checkpoint, and was chosen for another text or other options: choose again.
+        if is_chosen and _is_of(stored, config_options(arguments)):
+            return stored
+        # The stored run has no checkpoint, and was chosen for other minutes, another text or other options.
     if minutes is None:
         raise UserError("no preset is named, and --out holds no run; give a PRESET (see txl presets), or --minutes N")
     return _chosen(arguments, began)
@@ -184,12 +190,14 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')} and --minutes were both given, but {why}; leave one out")
     for flag in ("init_from", "fork", "extend"):
         if getattr(arguments, flag):
-            shown = flag.replace("_", "-")
-            raise UserError(f"--{shown} and --minutes were both given, but --{shown} needs a configuration: name it")
-    family, unit = given.get("model.family", _FAMILY), given.get("data.unit", "bpe")
-    if family != _FAMILY or unit == "word":
-        what = f"--data.unit {unit}" if family == _FAMILY else f"--model.family {family}"
-        raise UserError(f"{what}: --minutes supports the units byte, char and bpe in a {_FAMILY}; choose a preset")
+            option = "--" + flag.replace("_", "-")
+            raise UserError(f"{option} and --minutes were both given, but {option} needs a configuration: name it")
+    model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
+    is_supported = chosen_family(model) is TransformerXLConfig
+    if not is_supported or given.get("data.unit") == "word":
+        named = ["data.unit"] if is_supported else [f"model.{name}" for name in _FAMILY_FIELDS if name in model]
+        what = " ".join(f"--{name} {given[name]}" for name in named)
+        raise UserError(f"{what}: --minutes supports the units byte, char and bpe in a transformer-xl; choose a preset")
     if "data.corpus" not in given:
         raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
 

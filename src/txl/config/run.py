@@ -23,6 +23,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
 
+    @property
+    def validation_lanes(self) -> int:
+        """Number of lanes of the evaluations during training."""
+        return self.train.eval_batch_size or self.eval.batch_size
+
     def to_dict(self) -> JsonObject:
         """Return plain dictionaries and lists, ready for JSON."""
         return dataclasses.asdict(self)

@@ -24,7 +24,7 @@ def find_preset(name: str) -> Preset:
     if name not in by_name:
         from txl.errors import UserError, did_you_mean
 
-        hint = did_you_mean(name, by_name, cutoff=0.4) or f"expected one of {', '.join(by_name)}"
+        hint = did_you_mean(name, by_name, cutoff=0.4) or "txl presets lists them"
         raise UserError(f"unknown preset {name!r}; {hint}")
     return by_name[name]
 

@@ -10,8 +10,9 @@ tokens, but fewer if the text repeats itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.data.facts import TextFacts
@@ -61,6 +62,8 @@ _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97
 """Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps."""
+
+_Setting = TypeVar("_Setting")
 
 
 @dataclass(frozen=True)
@@ -126,11 +129,14 @@ def run_name(minutes: float) -> str:
     return f"{minutes:g}-minutes"
 
 
-def units(text: TextFacts, seconds: float) -> DataConfig:
-    """Return the unit for a text: BPE tokens; bytes if the file is not UTF-8 or BPE takes too long to prepare."""
-    if not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4:
-        return DataConfig(unit="byte")
-    return DataConfig(unit="bpe", vocab_size=next(size for most, size in VOCABULARIES if text.bytes < most))
+def data_for(text: TextFacts, seconds: float) -> DataConfig:
+    """Return the unit for a text, and the size of a BPE vocabulary, for the case that the user asks for one.
+
+    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes too long to prepare.
+    """
+    reads_bytes = not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4
+    vocab_size = next(size for most, size in VOCABULARIES if text.bytes < most)
+    return DataConfig(unit="byte" if reads_bytes else "bpe", vocab_size=vocab_size)
 
 
 def choose(
@@ -155,18 +161,19 @@ def choose(
     Raises:
         UserError: if time or memory are too small for the smallest model, or the options break a rule.
     """
-    seen: list[tuple[RunConfig, ChosenRun]] = []
+    # The user's options may fix a part of the shape, or the batch: then several of these are the same.
+    shapes = _different(SHAPES, lambda shape: configured(base, *shape, BATCHES[0], given))
+    batches = _different(BATCHES, lambda batch: configured(base, *SHAPES[0], batch, given))
+    count = 0
 
     def tried(shape: int, batch: int) -> ChosenRun:
-        run = configured(base, *SHAPES[shape], BATCHES[batch], given)
-        for before, choice in seen:
-            if run == before:  # the user's options fix the part that differs
-                return choice
+        nonlocal count
+        count += 1
+        run = configured(base, *shapes[shape], batches[batch], given)
         choice = planned(run, text, seconds, measure(run), given)
         regularised = with_options(with_dropout(run, choice.own_passes), given)
         if regularised != run:  # dropout takes time; the rate is kept although fewer steps are left
             choice = planned(regularised, text, seconds, measure(regularised), given)
-        seen.append((run, choice))
         return choice
 
     at = (0, 0)
@@ -176,7 +183,7 @@ def choose(
     check_steps(best, seconds)  # of the smallest model; larger ones would be timed in vain
     while True:
         larger = [(at[0] + 1, at[1]), (at[0], at[1] + 1)]
-        larger = [each for each in larger if each[0] < len(SHAPES) and each[1] < len(BATCHES)]
+        larger = [each for each in larger if each[0] < len(shapes) and each[1] < len(batches)]
         choices = {each: tried(*each) for each in larger}
         better = [
             each
@@ -188,7 +195,13 @@ def choose(
         at = min(better, key=lambda each: choices[each].expected)
         best = choices[at]
     validate(best.run)
-    return replace(best, tried=len(seen))
+    return replace(best, tried=count)
+
+
+def _different(settings: Sequence[_Setting], configured_with: Callable[[_Setting], RunConfig]) -> list[_Setting]:
+    """Return the settings without those that give the same configuration as the one before."""
+    runs = [configured_with(each) for each in settings]
+    return [each for i, each in enumerate(settings) if i == 0 or runs[i] != runs[i - 1]]
 
 
 def check_steps(choice: ChosenRun, seconds: float) -> None:
@@ -227,13 +240,14 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
     run = RunConfig.from_dict(run.to_dict())
     train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
-    evaluated = min(text.valid_tokens, max(100 * run.eval.batch_size, int(evaluated)))
+    evaluated = min(text.valid_tokens, max(100 * run.validation_lanes, int(evaluated)))
     own = with_options(run, given).train
     if "train.eval_tokens" in given:
         evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
     one = evaluated * speed.evaluated_token
-    if "train.eval_every" in given:
-        in_time = int(seconds / (speed.step + (one / own.eval_every if own.eval_every else 0.0)))
+    if "train.eval_every" in given:  # the last step is always evaluated, unless no step is
+        last, each = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
+        in_time = int((seconds - last) / (speed.step + each))
     else:
         in_time = int((seconds - _EVALUATIONS * one) / speed.step)
     useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))

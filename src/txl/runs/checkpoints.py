@@ -323,7 +323,11 @@ def _deleted(checkpoint: Path) -> bool:
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """Delete the checkpoints of all steps after `step`."""
+    """Delete the checkpoints of all steps after `step`, so that training does not resume from them.
+
+    Raises:
+        UserError: if a checkpoint can be neither deleted nor renamed.
+    """
     for name in checkpoint_names(folder):
-        if checkpoint_step(name) > step:
-            _deleted(folder / name)
+        if checkpoint_step(name) > step and not _deleted(folder / name) and (folder / name).exists():
+            set_aside(folder / name)

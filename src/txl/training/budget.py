@@ -24,7 +24,7 @@ from txl.config import RunConfig, validate
 from txl.devices import seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.models import build_model
+from txl.training.building import model_to_train
 from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.step import training_step
 
@@ -94,9 +94,7 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
 
 def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     train = run.train
-    model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype)).to(device).train()
-    if train.dtype == "float64":
-        model.double()
+    model = model_to_train(run.model, vocab_size, device, train.dtype)
     optimizer = build_optimizer(model, train)
     average = None
     if train.average_from is not None or train.average_patience is not None:

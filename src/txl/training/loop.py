@@ -108,16 +108,18 @@ class TrainingLoop:
         notice = (
             None if self.setup.display.quiet else "stopping after this step; interrupt again to stop without saving"
         )
-        with stop_requests(notice) as self.stop:
-            if self.state.counters.validation_due:
-                self._validate_again()
-            self._train()
-            self.saver.wait()
-        check_end(self.state, self.setup)
-        converged = {"converged": True} if self._converged() else {}
-        counters = self.state.counters
-        self.setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, **converged)
-        self.setup.log.close()
+        try:
+            with stop_requests(notice) as self.stop:
+                if self.state.counters.validation_due:
+                    self._validate_again()
+                self._train()
+                self.saver.wait()
+            check_end(self.state, self.setup)
+            converged = {"converged": True} if self._converged() else {}
+            counters = self.state.counters
+            self.setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, **converged)
+        finally:
+            self.setup.log.close()
 
     def _train(self) -> None:
         train, pace = self.setup.run.train, Pace(self.state.counters.tokens_read)

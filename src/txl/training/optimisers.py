@@ -77,7 +77,7 @@ class _Muon(torch.optim.Muon):
 
     Matrices of the same shape are orthogonalised together, in batched products. PyTorch's Muon processes one matrix
     after another, which for small matrices on several threads of a CPU takes more than twice as long. The products are
-    in bfloat16, as in PyTorch, if the device has instructions for it, else in float32.
+    in bfloat16, as in PyTorch, if the device has instructions for it, else in float32; of float64 weights in float64.
 
     The key `matrices` of a group holds the number of matrices in each of its parameters, below and beside one another.
     The momentum has the shape of the parameter.
@@ -137,8 +137,7 @@ class _Muon(torch.optim.Muon):
         momentum = momentum.lerp(grad, 1 - group["momentum"])
         torch._foreach_copy_(momenta, list(momentum.unbind()))  # pyright: ignore[reportPrivateImportUsage]
         nesterov = grad.lerp(momentum, group["momentum"])
-        low = torch.bfloat16 if self._low[nesterov.device] else torch.float32
-        moves = orthogonalised(nesterov.to(low), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        moves = self._orthogonalised(nesterov, group)
         rate = torch.where(skipped, 0.0, group["lr"])
         if group["weight_decay"]:
             factor = 1 - rate * group["weight_decay"]
@@ -146,6 +145,11 @@ class _Muon(torch.optim.Muon):
         # Moves get the root mean square of Adam's.
         moves = moves.to(momentum.dtype) * (rate * (0.2 * math.sqrt(momentum.shape[-1])))
         torch._foreach_sub_(matrices, list(moves.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+
+    def _orthogonalised(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
+        if matrices.dtype != torch.float64:
+            matrices = matrices.to(torch.bfloat16 if self._low[matrices.device] else torch.float32)
+        return orthogonalised(matrices, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def _matrices(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each matrix with its gradient and its momentum, all as views of the stored tensors."""
@@ -160,8 +164,7 @@ class _Muon(torch.optim.Muon):
     def _update(self, batch: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
         """Update the matrices of a batch, which have one shape or its transpose."""
         wide = torch.stack([each if _is_wide(each) else each.T for _, each in batch])
-        low = torch.bfloat16 if self._low[wide.device] else torch.float32
-        moves = orthogonalised(wide.to(low), group["ns_coefficients"], group["ns_steps"], group["eps"])
+        moves = self._orthogonalised(wide, group)
         rate = group["lr"] * 0.2 * math.sqrt(wide.shape[-1])  # moves get the root mean square of Adam's
         for (matrix, _), move in zip(batch, moves, strict=True):
             matrix.mul_(1 - group["lr"] * group["weight_decay"])

@@ -5,6 +5,7 @@ Under torchrun several processes train together; only process 0 writes files and
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import uuid
@@ -14,20 +15,20 @@ from pathlib import Path
 
 import torch
 
-from txl.config import RunConfig, validate, with_unset_data
+from txl.config import ModelConfig, RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.devices import float32_products, seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.models import FAMILIES, build_model
 from txl.models.language_model import Objective
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
 from txl.runs.events import EventName
-from txl.training.compilation import check_capture, compile_layers
+from txl.training.building import check_trainable, model_to_train
+from txl.training.compilation import compile_layers
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
@@ -82,11 +83,8 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        self._check_arithmetic()  # before any text is fetched
-        if run.train.capture:
-            check_capture(run, self.device)
-        if run.train.tf32 and not self.device.startswith("cuda"):
-            raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {self.device}; leave it out")
+        begun = self.run.model if self.directory.newest() is None else self._model_begun_with()
+        check_trainable(dataclasses.replace(self.run, model=begun), self.device)  # before any text is fetched
         self._compiled = False
         self._init_note: str | None = None
         self.processes = Processes()
@@ -203,25 +201,16 @@ class Trainer:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _attention_begun_with(self) -> str | None:
-        """Return the attention backend logged at the start of the run; another backend would add in another order."""
+    def _model_begun_with(self) -> ModelConfig:
+        """Return the model with the attention backend logged at the start of the run: another adds in another order."""
         started = self.directory.started()
-        return None if started is None else started.get("attention")
-
-    def _check_arithmetic(self) -> None:
-        """Refuse a model that cannot train on the device with this dtype of the matrix products."""
-        shape = self.run.model
-        if self.directory.newest() is not None:
-            shape = shape.with_attention(self._attention_begun_with())
-        FAMILIES[type(shape)].check_training(shape, self.device, getattr(torch, self.run.train.dtype))
+        return self.run.model.with_attention(None if started is None else started.get("attention"))
 
     def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
         seed_generators(train.seed, self.device)
-        shape = self.run.model if is_new else self.run.model.with_attention(self._attention_begun_with())
-        model = build_model(shape, corpus.vocabulary, self.device, getattr(torch, train.dtype)).to(self.device).train()
-        if train.dtype == "float64":
-            model.double()
+        shape = self.run.model if is_new else self._model_begun_with()
+        model = model_to_train(shape, corpus.vocabulary, self.device, train.dtype)
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
         if train.compile:
             reason = compile_layers(model, self.device)

@@ -22,9 +22,10 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
         tokens = corpus.tokens("valid")
         limit = run.train.eval_tokens
         try:
-            Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), _lanes(run))
+            Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), run.validation_lanes)
         except UserError as error:
-            raise UserError(f"validation split: {error} (--eval.batch-size, --train.eval-every 0)") from None
+            lanes = "--eval.batch-size" if run.train.eval_batch_size is None else "--train.eval-batch-size"
+            raise UserError(f"validation split: {error} ({lanes}, --train.eval-every 0)") from None
 
 
 def evaluate_in_training(
@@ -58,13 +59,9 @@ def evaluate_in_training(
             segment=segment,
             mem_len=run.model.mem_len + train.segment - segment,
             window=run.model.window or "none",
-            batch_size=_lanes(run),
+            batch_size=run.validation_lanes,
             max_tokens=train.eval_tokens,
             dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
             progress=progress,
             processes=trained.processes,
         )
-
-
-def _lanes(run: RunConfig) -> int:
-    return run.train.eval_batch_size or run.eval.batch_size

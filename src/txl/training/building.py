@@ -1,0 +1,44 @@
+"""The model that is trained: which configurations and devices are refused, and how the model is built."""
+
+from __future__ import annotations
+
+import torch
+
+from txl.config import ModelConfig, RunConfig
+from txl.data.vocabulary import Vocabulary
+from txl.errors import UserError
+from txl.models import FAMILIES, build_model
+from txl.models.family import FamilyModel
+from txl.training.compilation import check_capture
+
+
+def check_trainable(run: RunConfig, device: str) -> None:
+    """Refuse a configuration that cannot be trained on a device.
+
+    Raises:
+        UserError: if so, naming the reason.
+    """
+    train = run.train
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise UserError(
+            f"training on {device} is not supported, because its random numbers are not saved with the run; use "
+            f"--device cpu"
+        )
+    FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
+    if train.capture:
+        check_capture(run, device)
+    if train.tf32 and not device.startswith("cuda"):
+        raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {device}; leave it out")
+
+
+def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, dtype: str) -> FamilyModel:
+    """Return a new model in training mode on a device; its initial weights come from the global random generators.
+
+    Args:
+        model: configuration of the model.
+        vocabulary: vocabulary, or its size V.
+        device: device that trains.
+        dtype: `train.dtype`. With "float64" the weights are float64, otherwise float32.
+    """
+    built = build_model(model, vocabulary, device, getattr(torch, dtype)).to(device).train()
+    return built.double() if dtype == "float64" else built
