@@ -123,7 +123,7 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["eval", "RUN", "--segment", "0"], "segment is 0"),
         (["eval", "RUN", "--batch", "0"], "batch is 0"),
         (["eval", "RUN", "--mem-len", "4", "--window", "9"], "window 9 needs at least 8"),
-        (["report", "RUN", "--out", ""], "--out is a folder; expected the name of a file"),
+        (["report", "RUN", "--out", ""], "--out is ''; expected a path or name"),
         (["report", "RUN", "--out", "/"], "--out / is a folder; expected the name of a file"),
         (["eval", "RUN", "--mem-len", "many"], "--mem-len is 'many'; expected a whole number"),
         (["eval", "RUN", "--window", "wide"], "--window is 'wide'; expected a whole number or none"),
@@ -195,6 +195,8 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "vocabulary":
         (copy / "vocabulary.json").write_text('{"format": 1, "kind": "char", "characters": ["a"]}')
+    elif what == "best is no name":
+        (copy / "best").write_text("garbage\n")
     elif what == "no checkpoints":
         shutil.rmtree(copy / "checkpoints")
     return copy
@@ -203,7 +205,8 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
 @pytest.mark.parametrize(
     ("what", "expected"),
     [
-        ("truncated", "truncated"),
+        ("truncated", "model.safetensors: truncated: "),
+        ("best is no name", "best does not name a checkpoint; choose one (--checkpoint latest)"),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),
         ("config is no JSON", "config.json: not JSON"),
@@ -218,6 +221,20 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
 def test_damaged_runs_are_refused(what, expected, refused, trained, tmp_path):
     directory = damaged(trained, tmp_path, what)
     assert expected in refused("generate", str(directory), "--prompt", "The ")
+
+
+@pytest.mark.parametrize("words", [("generate", "--prompt-file", "-"), ("score", "-"), ("compress", "-", "--out", "x")])
+def test_standard_input_that_is_closed(words, refused, trained, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", None)
+    command, *rest = words
+    run = ["--model", str(trained)] if command == "compress" else [str(trained)]
+    given = [command, *rest, *run] if command == "compress" else [command, *run, *rest]
+    assert "standard input is closed; give a file instead of -" in refused(*given)
+
+
+def test_an_empty_path_is_refused(refused, trained):
+    assert "--out is ''; expected a path or name" in refused("score", str(trained), "text", "--out", "")
 
 
 def test_mistakes_in_the_text(refused, tmp_path, data_dir):

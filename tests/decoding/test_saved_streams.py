@@ -94,6 +94,9 @@ def test_what_a_saved_stream_is_refused():
     with pytest.raises(UserError, match="empty"):
         engine.enter(engine.empty_state())
     assert not engine.streams
+    with pytest.raises(UserError, match="not read to its end"):
+        engine.enter(TextReading(engine.reader, random_tokens(9, 1)))
+    assert not engine.streams
     stream = engine.join(random_tokens(3, 1))
     engine.advance()
     with pytest.raises(UserError, match="put"):

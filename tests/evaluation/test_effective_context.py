@@ -53,6 +53,9 @@ def test_a_step_over_lengths_that_were_measured_between():
     found = effective_context(losses, [1.0], step=50)
     assert list(found.relative_gains[1.0]) == [(50, 100), (75, 125), (100, 150)]
     assert list(found.perplexity_gains[1.0]) == [(50, 100), (50, 150), (100, 150)]
+    for step in (0, -25, 30):
+        with pytest.raises(UserError, match=f"step is {step}, but no two of the context lengths"):
+            txl.relative_effective_context_length(losses, step=step)
 
 
 def test_models_must_beat_the_best_short_one():
@@ -209,6 +212,11 @@ def test_sliding_over_several_lengths_at_once():
     for context, loss in found.items():
         assert loss == pytest.approx(txl.evaluate_sliding(model, tokens, context=context, max_tokens=31).nll, abs=1e-10)
     assert len({round(loss, 6) for loss in found.values()}) == 3
+    told: list[tuple[int, int]] = []
+    txl.evaluate_sliding(
+        model, tokens, context=9, batch_size=5, max_tokens=31, progress=lambda *counts: told.append(counts)
+    )
+    assert told == [(done, 30) for done in (14, 19, 24, 29, 30)]
 
 
 @pytest.mark.parametrize(

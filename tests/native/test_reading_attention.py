@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from txl.attention.backends import attention_without_gradients
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.shifted import shifted_attention
 from txl.native.build import compiled_code, library, why_not
@@ -45,6 +46,16 @@ def operands(shape, dtype) -> Any:
 def fused(*numbers: torch.Tensor, scope: KeyScope) -> torch.Tensor | None:
     query, key, value, position, u, v = numbers
     return reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
+
+
+def test_lanes_whose_memory_a_tensor_describes_are_read_alike():
+    query, key, value, position, u, v, scope = operands((2, 9, 8, 2, 5, None, (0, 4)), torch.float32)
+    numbers = (query, key, value, position, u, v)
+    as_tensor = KeyScope(scope.memory, scope.window, None, torch.tensor(scope.filled))
+    with torch.no_grad():
+        expected = reference_attention(*numbers, scope)
+        torch.testing.assert_close(attention_without_gradients(*numbers, scope), expected)
+        torch.testing.assert_close(attention_without_gradients(*numbers, as_tensor), expected)
 
 
 def usable(dtype: torch.dtype) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ import txl
 from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.evaluation.surprisal import surprisals
 from txl.serving import scheduler as scheduler_module
+from txl.serving.kept_stream import Operation
 from txl.serving.requests import Limits
 from txl.serving.texts import TAIL
 
@@ -341,6 +345,69 @@ def test_one_request_at_a_time(server):
     assert len(TEXT.encode()) < about["tokens"] < 60000
     assert about["drawn"] == about["tokens"] - len(TEXT.encode())
     assert generate(server, stream, 5)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("path", ["append", "generate", "completions"])
+def test_a_client_that_does_not_read_its_event_stream_is_given_up(server_with, path):
+    """The engine does not wait for clients: what they have not read would fill the server's memory."""
+    server = server_with(Limits(max_reported=20_000, max_tokens=200_000))
+    stream = new(server)
+    body: dict[str, Any] = {"stream": True, "logprobs": 20}
+    body |= {"text": TEXT * 1000} if path == "append" else {"max_tokens": 200_000}
+    body |= {"prompt": "a"} if path == "completions" else {}
+    route = "/v1/completions" if path == "completions" else f"/v1/streams/{stream}/{path}"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((host, int(port)))
+        content = json.dumps(body).encode()
+        head = f"POST {route} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        wait_for(lambda: not server.is_empty())
+        wait_for(server.is_empty)
+        if path != "completions":
+            wait_for(lambda: not server.get(f"/v1/streams/{stream}")["busy"])
+            about = server.get(f"/v1/streams/{stream}")
+            assert len(TEXT.encode()) < about["tokens"] < len(TEXT.encode()) * 1000, "what was read is kept"
+        client.settimeout(30)
+        end = b""
+        while b"too slowly" not in end:
+            end = end[-100:] + client.recv(1 << 16)
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 3})["usage"]["completion_tokens"] == 3
+
+
+def test_a_client_that_reads_may_receive_any_number_of_log_probabilities(server_with):
+    server = server_with(Limits(max_reported=20_000))
+    stream = new(server)
+    with server.client.stream(
+        "POST", f"/v1/streams/{stream}/append", json={"text": TEXT * 40, "stream": True, "logprobs": 20}
+    ) as answer:
+        *_, last = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+    assert last["object"] == "stream.append"
+    assert last["read"] * 21 > 2 * 20_000
+
+
+def test_the_figures_of_an_append_are_those_of_its_own_text(server, monkeypatch):
+    """The stream is free before a slow client has received its last event, and another request may change it."""
+    stream, real = new(server), Operation.batches
+
+    async def slow(operation: Operation):
+        async for batch in real(operation):
+            yield batch
+        if operation.work.ids.numel() > 9:
+            await asyncio.to_thread(append_beside, server, stream, "other")
+
+    monkeypatch.setattr(Operation, "batches", slow)
+    with server.client.stream("POST", f"/v1/streams/{stream}/append", json={"text": TEXT, "stream": True}) as answer:
+        *_, last = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
+    assert (last["read"], last["scored"]) == (len(TEXT.encode()), len(TEXT.encode()))
+    assert last["stream"]["tokens"] == 2 * len(TEXT.encode()) + 5
+    assert last["bits"] < last["stream"]["bits"]
+
+
+def append_beside(server, stream: str, text: str) -> None:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        assert client.post(f"/v1/streams/{stream}/append", json={"text": text}).is_success
 
 
 def test_who_leaves_while_it_reads(server):

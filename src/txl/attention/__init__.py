@@ -3,7 +3,7 @@
 | when | function | where |
 |---|---|---|
 | tests, `model.attention` reference: **the oracle** for all other functions | `reference_attention` | `equations.py` |
-| training, `shifted` (what `auto` chooses) | `shifted_attention` | `shifted.py` |
+| training, `shifted` (`auto`, except on some GPUs) | `shifted_attention` | `shifted.py` |
 | training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attend_backward.cpp` |
 | training and segments on an NVIDIA GPU, `triton` | `triton_attention` | `triton_attention.py`, `triton_kernels.py` |
 | training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |

@@ -82,7 +82,9 @@ def attention_without_gradients(
     dropout: float = 0.0,
 ) -> Float[Tensor, "B T H D"]:
     """Compute `reference_attention` in the compiled library where that is faster, else by `shifted_attention`."""
-    read = reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
+    read = None
+    if scope.filled_tensor is None:  # set in recorded steps on a GPU alone
+        read = reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
     return shifted_attention(query, key, value, position, u, v, scope, dropout) if read is None else read
 
 

@@ -18,6 +18,7 @@ from txl.commands.options import (
     add_memory_options,
     check_output_file,
     existing_run,
+    standard_input,
     tested_lengths,
 )
 from txl.commands.output import output, print_json, progress_bar, say
@@ -171,7 +172,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
     if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":
         raise UserError("-o - would write a compressed file to the terminal; name a file, or pipe it on")
     if path is None:
-        yield sys.stdin.buffer, None
+        yield standard_input(), None
         return
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected a file")

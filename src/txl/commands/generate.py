@@ -21,6 +21,7 @@ from txl.commands.options import (
     note_lacking,
     pick_device,
     run_to_read,
+    standard_input,
     tested_lengths,
 )
 from txl.commands.output import print_json, record
@@ -169,7 +170,7 @@ def _prompt(arguments: argparse.Namespace) -> str:
         return arguments.prompt
     try:
         if arguments.prompt_file == "-":
-            return sys.stdin.buffer.read().decode("utf-8")
+            return standard_input().read().decode("utf-8")
         with open(arguments.prompt_file, encoding="utf-8", newline="") as file:
             return file.read()
     except UnicodeDecodeError as error:

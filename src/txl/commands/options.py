@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeVar
 
 from txl.commands.output import say
 from txl.config import (
@@ -173,15 +174,33 @@ def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
     return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
 
 
+@named("a path or name")
+def not_empty(text: str) -> str:
+    """Return a path or name; refuse an empty one, such as an unset variable of the shell."""
+    if not text:
+        raise ValueError
+    return text
+
+
+def standard_input() -> IO[bytes]:
+    """Return standard input, for reading bytes."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give a file instead of -")
+    return sys.stdin.buffer
+
+
 def add_out(parser: argparse._ActionsContainer, metavar: str, help: str, **settings: Any) -> None:
     """Add the option for the output path of a command."""
-    parser.add_argument("-o", "--out", metavar=metavar, help=help, **settings)
+    parser.add_argument("-o", "--out", type=not_empty, metavar=metavar, help=help, **settings)
 
 
 def add_data_dir(parser: argparse._ActionsContainer) -> None:
     """Add the option for the folder of prepared corpora."""
     parser.add_argument(
-        "--data-dir", metavar="DIR", help="folder of prepared corpora (default: $TXL_DATA, else the user's cache)"
+        "--data-dir",
+        type=not_empty,
+        metavar="DIR",
+        help="folder of prepared corpora (default: $TXL_DATA, else the user's cache)",
     )
 
 

@@ -20,6 +20,7 @@ from txl.commands.options import (
     note_lacking,
     pick_device,
     run_to_read,
+    standard_input,
     tested_lengths,
 )
 from txl.commands.output import output, progress_bar, say
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
-    source = sys.stdin.buffer if path is None else path
+    source = standard_input() if path is None else path
     if path is not None and path.is_fifo():  # can be read only once
         source, path = open_file(path), None
     elif path is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from txl.commands.options import (
     add_checkpoint,
     add_device,
     add_memory_options,
+    not_empty,
     pick_device,
     refuse_below_one,
     run_to_read,
@@ -46,7 +48,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen at (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0: any free one (default: 8000)")
-    parser.add_argument("--name", metavar="NAME", help="the model's name for clients (default: the directory's)")
+    parser.add_argument(
+        "--name", type=not_empty, metavar="NAME", help="the model's name for clients (default: the directory's)"
+    )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="precision of weights and memory (default: the run's)"
     )
@@ -71,7 +75,7 @@ def add_parser(commands: Subparsers) -> None:
         "--max-streams",
         type=int,
         metavar="N",
-        help="texts generated at once (default: 8); it also sets --max-kept, if that is not given",
+        help="texts generated at once (default: 8)",
     )
     limits.add_argument("--max-queue", type=int, metavar="N", help="texts that wait for a turn (default: 128)")
     limits.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests (default: 64)")
@@ -82,7 +86,10 @@ def add_parser(commands: Subparsers) -> None:
         "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
     limits.add_argument(
-        "--streams", metavar="DIR", help="save streams there, every 10 seconds and at the end, and open them again"
+        "--streams",
+        type=not_empty,
+        metavar="DIR",
+        help="save streams there, every 10 seconds and at the end, and open them again",
     )
     add_memory_options(parser)
     parser.set_defaults(run=run)
@@ -119,7 +126,7 @@ def run(arguments: argparse.Namespace) -> None:
         served = Served(
             model,
             vocabulary,
-            arguments.name or served_name(run_directory.path),
+            served_name(run_directory.path) if arguments.name is None else arguments.name,
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
@@ -130,7 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
         key = _key(arguments.api_key)
         hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
         access = Access(key, hosts, tuple(arguments.allow_origin))
-        app = build_app(service, access, Path(arguments.streams) if arguments.streams else None)
+        app = build_app(service, access, None if arguments.streams is None else Path(arguments.streams))
         kept: KeptStreams = app.app.state.kept
         n_opened = len(kept)
         if key is None and arguments.host not in _LOCAL:
@@ -203,9 +210,10 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _is_host(name: str) -> bool:
     try:
-        return urlsplit(f"//{name}").hostname == name.lower()
+        plain = urlsplit(f"//{name}").hostname == name.lower()
     except ValueError:
         return False
+    return plain and re.fullmatch(r"[\w.:-]+", name) is not None
 
 
 def _is_origin(text: str) -> bool:
@@ -237,6 +245,4 @@ def _limits(arguments: argparse.Namespace) -> Limits:
 
     names = ("max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if arguments.max_streams is not None:
-        given.setdefault("max_kept", arguments.max_streams)
     return Limits(**given, **({} if arguments.idle is None else {"idle_seconds": arguments.idle}))

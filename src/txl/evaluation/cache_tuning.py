@@ -96,7 +96,8 @@ def measure_cache(
         size, thetas, lambdas: as in `tune_cache`.
         tuning_progress, progress: called during tuning and during each evaluation, with the number of targets scored so
             far and their total number.
-        settings: keyword arguments of `txl.evaluate`, used for all three passes.
+        settings: for all three passes: segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype and
+            temperature, as for `txl.evaluate`.
     """
     tuned = tune_cache(
         model, tune_on, size=size, thetas=thetas, lambdas=lambdas or LAMBDAS, **settings, progress=tuning_progress

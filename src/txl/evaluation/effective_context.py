@@ -224,7 +224,10 @@ def _steps(lengths: list[int], step: int | None) -> list[tuple[int, int]]:
     """Return the pairs of lengths one step apart; without a step, the pairs of neighbouring lengths."""
     if step is None:
         return list(pairwise(lengths))
-    return [(length, length + step) for length in lengths if length + step in lengths]
+    pairs = [(length, length + step) for length in lengths if length + step in lengths]
+    if step < 1 or (not pairs and len(lengths) > 1):
+        raise UserError(f"step is {step}, but no two of the context lengths {lengths} are that far apart")
+    return pairs
 
 
 def _float64(losses: Tensor | ArrayLike) -> Tensor:

@@ -56,7 +56,8 @@ def evaluate_sliding(
         clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: softmax temperature, as for `evaluate`.
-        progress: called with the number of targets scored so far and their total number.
+        progress: called with the number of targets scored so far and their total number; not for a text without
+            targets beyond the first window.
     """
     validate_temperature(temperature)
     ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
@@ -66,14 +67,17 @@ def evaluate_sliding(
     with evaluation_mode(model, dtype) as model:
         start = torch.from_numpy(ids[: first + 1]).to(device)[None]
         state = without_memory(model, clamp_len)
+        done, n_target = first, len(ids) - 1
         total = model.nll_at(start[:, :-1], start[:, 1:], state, temperature)[0].double().sum()
         later = np.arange(first + 1, len(ids))
-        for losses in window_losses(model, ids, context, later, batch_size, state, progress, temperature):
+        for losses in window_losses(model, ids, context, later, batch_size, state, temperature):
             total += losses.sum()
-    done = len(ids) - 1
+            done += len(losses)
+            if progress is not None:
+                progress(done, n_target)
     return EvaluationResult(
-        nll=total.item() / done,
-        tokens=done,
+        nll=total.item() / n_target,
+        tokens=n_target,
         dropped=0,
         seconds=time.perf_counter() - begin,
         segment=context,
@@ -247,8 +251,9 @@ def _checked_ids(
     model: LanguageModel, tokens: TokenIds, max_tokens: int | None, context: int, batch_size: int, dtype: str
 ) -> np.ndarray:
     """Check the settings, and return the tokens to read, int64 [tokens]."""
-    if context < 1 or batch_size < 1:
-        raise UserError(f"context is {context} and batch_size {batch_size}; expected 1 or more of each")
+    for name, number in (("context", context), ("batch_size", batch_size)):
+        if number < 1:
+            raise UserError(f"{name} is {number}; expected 1 or more")
     ids = checked_ids(tokens, max_tokens, dtype).astype(np.int64)
     if len(ids) < 2:
         raise UserError(f"tokens have shape {list(ids.shape)}; expected 2 tokens or more")
@@ -270,7 +275,6 @@ def window_losses(
     targets: np.ndarray,
     batch_size: int,
     empty: State,
-    progress: Progress | None = None,
     temperature: float = 1.0,
 ) -> Iterator[Float64[Tensor, " windows"]]:
     """Yield the losses of at most B targets at a time, each predicted from the `context` tokens before it.
@@ -282,7 +286,6 @@ def window_losses(
         targets: indices of the targets in `ids`.
         batch_size: number of windows B computed at once.
         empty: state of one lane before each window (`without_memory`).
-        progress: called with the number of targets scored so far and their total number.
         temperature: softmax temperature, as for `evaluate`.
     """
     device = next(model.parameters()).device
@@ -292,5 +295,3 @@ def window_losses(
         state = empty.select(torch.zeros(len(chosen), dtype=torch.int64))
         last = torch.arange(1, len(chosen) + 1, device=device) * context - 1
         yield model.chosen_nll(windows[:, :-1], last, windows[:, -1], state, temperature).double()
-        if progress is not None:
-            progress(start + len(chosen), len(targets))

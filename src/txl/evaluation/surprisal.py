@@ -110,8 +110,9 @@ def surprisals(
     """
     if segment is None:
         segment = min(128, model.context or 128)
-    if segment < 1 or (sliding is not None and sliding < 1):
-        raise UserError(f"segment is {segment} and sliding {sliding}; expected 1 token or more")
+    for name, length in (("segment", segment), ("sliding", sliding)):
+        if length is not None and length < 1:
+            raise UserError(f"{name} is {length}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
     validate_temperature(temperature)

@@ -180,13 +180,15 @@ class DecodeEngine:
             drawn: number of tokens drawn with this seed before; the stream continues the seed's sequence of draws.
 
         Raises:
-            UserError: if all places are taken, `read` has no tokens, or comes from an engine with other lengths that
-                lacks positions which are seen here.
+            UserError: if all places are taken, `read` has no tokens or is not finished, or comes from an engine with
+                other lengths that lacks positions which are seen here.
         """
         never = checked_forbidden(forbidden, self.model.vocab_size)
         if read.n_token == 0:
             raise UserError("the stream is empty; let it read at least one token first")
         if isinstance(read, TextReading):
+            if not read.done:
+                raise UserError("the text is not read to its end; call `step` of the reading until it is `done`")
             memory = read.memory
             if read.reader.lengths != self.reader.lengths:
                 raise UserError("the text was read for an engine with another mem_len or window; read it for this one")

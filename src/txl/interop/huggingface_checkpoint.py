@@ -33,10 +33,14 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def stated_config(folder: Path) -> JsonObject | None:
-    """Return the content of config.json; None if the file is missing or is not a JSON object."""
+    """Return the content of config.json; None if the file is missing or is not a JSON object.
+
+    Raises:
+        UserError: if the file is damaged.
+    """
     try:
         values = read_json(folder / "config.json")
-    except (OSError, UserError):
+    except (FileNotFoundError, NotADirectoryError):
         return None
     return values if isinstance(values, dict) else None
 

@@ -279,6 +279,8 @@ def verify_file(checkpoint: Path, name: str) -> None:
         raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {_OTHERWISE}") from None
     except FileNotFoundError:
         raise UserError(f"{path}: missing from the checkpoint; {_OTHERWISE}") from None
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({reason_of(error)}); {_OTHERWISE}") from None
 

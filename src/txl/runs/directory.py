@@ -173,14 +173,18 @@ class RunDirectory:
         names = checkpoint_names(self.checkpoints)
         return self.checkpoints / names[-1] if names else None
 
-    def checkpoint(self, which: str | None = None) -> Path:
+    def checkpoint(self, which: str | int | None = None) -> Path:
         """Return the directory of a checkpoint.
 
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
         """
+        which = None if which is None else str(which)
         if which is None:
-            found = self.pointer("best" if (self.path / "best").exists() else "latest")
+            pointer = "best" if (self.path / "best").exists() else "latest"
+            found = self.pointer(pointer)
+            if found is None and (self.path / pointer).exists():
+                raise UserError(f"{self.path}: {pointer} does not name a checkpoint; choose one (--checkpoint latest)")
         elif which in ("best", "latest"):
             found = self.pointer(which)
         elif which.isascii() and which.isdecimal():
@@ -301,7 +305,7 @@ def of_today(config: JsonObject) -> JsonObject:
 
 
 def load(
-    path: str | Path, *, checkpoint: str | None = None, device: str = "cpu"
+    path: str | Path, *, checkpoint: str | int | None = None, device: str = "cpu"
 ) -> tuple[FamilyModel, Vocabulary | None]:
     """Load the model of a run, in evaluation mode, and the run's vocabulary (None if the run has none).
 

@@ -77,12 +77,12 @@ class Choice:
         return {
             "text": text,
             "index": self.index,
-            "logprobs": None if top is None else _logprobs(entries, self._texts, top),
+            "logprobs": None if top is None else _logprobs(entries, self._texts),
             "finish_reason": self.reason,
         }
 
 
-def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts, top: int) -> JsonObject:
+def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts) -> JsonObject:
     """Return tokens as the completions API lists them; `bytes` and `token_ids` are additions of this server."""
     tops: list[dict[str, float] | None] = []
     for token, _, _ in entries:
@@ -172,6 +172,7 @@ class _Answer:
                 made = self._choices[index].take(self._asked.top)
                 if made is not None:
                     yield self._head | {"choices": [made]} | ({"usage": None} if self._asked.usage else {})
+            outbox.sent(batch)
         if self._asked.usage:
             yield self._head | {"choices": [], "usage": self.usage()}
 
@@ -205,7 +206,7 @@ async def completions(request: Request) -> Response:
     fields = await fields_of(request, KNOWN)
     asked = _asked(fields, service)
     prompts = await _prompts(fields, service, asked)
-    outbox = Outbox(asked.progressive, len(prompts))
+    outbox = Outbox(asked.progressive, len(prompts), service.limits.max_reported if asked.progressive else None)
     works = [_work(number, prompt, asked, outbox, service) for number, prompt in enumerate(prompts)]
     service.submit(works)
     answer = _Answer(prompts, asked, service)
@@ -251,7 +252,7 @@ async def _prompts(fields: Fields, service: Service, asked: _Asked) -> list[Prom
         raise ApiError(400, f"{len(many)} prompts times n {asked.n}; expected at most {most} texts")
     prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
     read = sum(each.ids.numel() for each in prompts) if asked.scores_prompts else 0
-    made = 0 if asked.progressive else len(many) * asked.max_tokens  # an event stream is not held in memory
+    made = 0 if asked.progressive else len(many) * asked.max_tokens  # only the unread part of an event stream is held
     service.limits.check_reported(asked.n * (read + made), asked.top)
     return prompts
 

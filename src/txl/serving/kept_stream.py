@@ -164,6 +164,8 @@ class Operation:
     def __init__(self, stream: KeptStream, work: Work, seed: int | None, again: Sequence[Entry] = ()):
         self.stream, self.work, self._seed, self._again = stream, work, seed, deque(again)
         self._n_drawn = work.lanes[0].drawn if work.lanes else 0
+        self.read = Totals()
+        """Figures of the tokens that this operation has read."""
         self.failure: FailedEvent | None = None
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
         self._listens = True
@@ -190,6 +192,7 @@ class Operation:
         try:
             while (batch := await self._queue.get()) is not None:
                 yield batch
+                self.work.outbox.sent(batch)
         finally:
             self._listens = False
             self.work.cancelled = True
@@ -210,6 +213,7 @@ class Operation:
             for token in event.tokens:
                 token.piece = decoder.push(token.id)
                 self._entries.append(_entry(token, self._again.popleft().drawn if self._again else None))
+                self.read.add(self._entries[-1])
         elif isinstance(event, DrawnEvent):
             self._entries.append(_entry(event.token, None if self._seed is None else (self._seed, self._n_drawn)))
             self._n_drawn += 1
@@ -271,8 +275,9 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
         size = int.from_bytes(data[:8], "little")
         about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["txl_stream"])
         tensors = safetensors.torch.load(data)
-        assert about["format"] == _FORMAT
-    except (ValueError, KeyError, TypeError, AssertionError, SafetensorError, RecursionError):
+        if about["format"] != _FORMAT or not isinstance(about["tail"], list):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, SafetensorError, RecursionError):
         raise ApiError(400, "not a snapshot of a stream that this version reads", code="bad_snapshot") from None
     for field_name, ours in service.identity.items():
         if about.get(field_name) != ours:

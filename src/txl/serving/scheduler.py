@@ -114,6 +114,7 @@ class Scheduler(threading.Thread):
         torch.set_num_threads(self._threads)
         try:
             while self._take():
+                self._cancel_unread()
                 self._drop_cancelled()
                 self._admit()
                 self._read_some()
@@ -164,6 +165,12 @@ class Scheduler(threading.Thread):
         for stream in self.engine.streams:
             self.engine.leave(stream)
         self._gauges()
+
+    def _cancel_unread(self) -> None:
+        """Cancel works whose clients do not keep up with their event streams."""
+        for work in {*self._reading, *self._ready, *(work for work, _ in self._running)}:
+            if work.outbox.is_overfull and not work.cancelled:
+                work.cancelled, work.failure = True, FailedEvent("the client reads its event stream too slowly", 503)
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._reading, self._ready):
@@ -393,7 +400,7 @@ class Scheduler(threading.Thread):
         if work.keep:
             self._save_at_end(work)
         work.read = None
-        work.outbox.put(DoneEvent())
+        work.outbox.put(work.failure or DoneEvent())
 
     def _gauges(self) -> None:
         self.metrics.running.set(len(self._running) + len(self._reading))

@@ -141,13 +141,13 @@ async def _append(
     service, status = kept.service, 201 if created else 200
     top, attention = _reported(fields, service.limits)
     progressive = fields.flag("stream")
-    if not progressive:  # an event stream is not held in memory
+    if not progressive:  # only the unread part of an event stream is held in memory
         service.limits.check_reported(ids.numel(), top)
     work = Work(
         0,
         ids,
         [],
-        Outbox(progressive),
+        _outbox(progressive, service.limits),
         after=stream.state,
         score=True,
         top=top,
@@ -156,13 +156,12 @@ async def _append(
         segment=service.segment,
     )
     shown = _Shown(kept, stream, detailed=work.top is not None)
-    before = (stream.totals.scored, stream.totals.bits)
     operation = Operation(stream, work, None)
     operation.start(service)
 
     def result(tokens: list[JsonObject] | None) -> JsonObject:
-        scored, bits = stream.totals.scored - before[0], stream.totals.bits - before[1]
-        value = {"object": "stream.append", "read": ids.numel(), "total": ids.numel(), "scored": scored, "bits": bits}
+        value: JsonObject = {"object": "stream.append", "read": ids.numel(), "total": ids.numel()}
+        value |= {"scored": operation.read.scored, "bits": operation.read.bits}
         return value | {"tokens": tokens, "stream": describe(stream, kept)}
 
     if progressive:
@@ -193,6 +192,10 @@ async def _append(
         return json_response(result(tokens if work.top is not None else None), status)
 
     return await beside(ids.numel() if work.top is not None else 0, whole)
+
+
+def _outbox(progressive: bool, limits: Limits) -> Outbox:
+    return Outbox(progressive, most_unread=limits.max_reported if progressive else None)
 
 
 async def _all(operation: Operation) -> list[Event]:
@@ -235,7 +238,7 @@ async def generate(request: Request) -> Response:
         0,
         torch.zeros(0, dtype=torch.int64),
         [lane],
-        Outbox(progressive),
+        _outbox(progressive, limits),
         after=stream.state,
         forbidden=service.texts.forbidden,
         top=top,

@@ -101,6 +101,12 @@ class DoneEvent:
 Event = ReadEvent | DrawnEvent | EndOfLaneEvent | SavedEvent | FailedEvent | DoneEvent
 
 
+def _reported(event: Event) -> int:
+    """Return the number of log-probabilities in an event, with one for each token that has none."""
+    tokens = event.tokens if isinstance(event, ReadEvent) else [event.token] if isinstance(event, DrawnEvent) else []
+    return sum(1 + len(each.top) for each in tokens)
+
+
 class Outbox:
     """Queue that passes events from the engine's thread to the current event loop.
 
@@ -108,10 +114,13 @@ class Outbox:
         progressive: True: pass events on as they arrive, at most once in `PACE` seconds; False: pass events on only
             when a state is saved or a work ends.
         n_work: number of works that put events into this outbox.
+        most_unread: number of log-probabilities above which `is_overfull`; None: any number.
     """
 
-    def __init__(self, progressive: bool, n_work: int = 1):
+    def __init__(self, progressive: bool, n_work: int = 1, most_unread: int | None = None):
         self._loop, self._progressive, self._open = asyncio.get_running_loop(), progressive, n_work
+        self._most_unread = most_unread
+        self._n_put = self._n_sent = 0  # two counts, because each is changed by one thread only
         self._events: deque[Event] = deque()
         self._there, self._ended = asyncio.Event(), asyncio.Event()
         self._waits = self._waking = False
@@ -119,6 +128,7 @@ class Outbox:
     def put(self, event: Event) -> None:
         """Add an event; called by the engine's thread."""
         last = isinstance(event, FailedEvent | DoneEvent)
+        self._n_put += _reported(event)
         self._events.append(event)
         # The receiver of a saved state releases the one before; if states waited for the end, memory would grow.
         passes = self._progressive or isinstance(event, SavedEvent)
@@ -128,6 +138,15 @@ class Outbox:
                 self._loop.call_soon_threadsafe(self._wake, last)
             except RuntimeError:  # the event loop has ended: events have no reader
                 self._events.clear()
+
+    def sent(self, batch: list[Event]) -> None:
+        """Note that the client has received a batch of events; called by the event loop."""
+        self._n_sent += sum(map(_reported, batch))
+
+    @property
+    def is_overfull(self) -> bool:
+        """True if the client has left more log-probabilities unread than allowed, so that memory would grow."""
+        return self._most_unread is not None and self._n_put - self._n_sent > self._most_unread
 
     def _wake(self, last: bool) -> None:
         self._waking = False
@@ -202,6 +221,8 @@ class Work:
     cancelled: bool = False
     """True: the work is removed from the engine before the next step. Any thread may set this."""
     arrived: float = field(default_factory=time.perf_counter)
+    failure: FailedEvent | None = None
+    """Reason of the end, for a work that is `cancelled` while its client listens."""
     read: TextReading | StreamState | None = None
     waiting_lanes: deque[Lane] = field(default_factory=deque)
     running: int = 0

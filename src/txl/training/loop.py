@@ -226,8 +226,9 @@ class TrainingLoop:
             self._settle()
 
     def _launch(self, rate: float) -> _Launched:
-        """Launch the next update; of the training state, only weights, optimiser and averages change.
+        """Launch the next update, which changes weights, optimiser, averages and random generators.
 
+        With `train.capture`, it also overwrites the memory that the update before has returned (`CapturedStep`).
         With segments of random length the learning rate is proportional to the length, as in AWD-LSTM. Otherwise a
         token of a short segment would have more weight than a token of a long one.
         """
