@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
             segment=config.eval.segment if arguments.segment is None else arguments.segment,
             batch_size=arguments.batch,
             most_lanes=config.eval.batch_size,
-            max_tokens=arguments.tokens,
+            max_tokens=None if arguments.tokens == "all" else arguments.tokens,
             min_keys=arguments.min_keys,
             layers=None if arguments.layers is None else [layer - 1 for layer in arguments.layers],
             heads=arguments.heads,

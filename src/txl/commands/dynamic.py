@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, get_args
 
 from txl.commands.evaluation_options import (
     BATCH,
-    SEGMENTS,
     DynamicRequest,
     add_cache_options,
     add_rule_options,
@@ -18,6 +17,7 @@ from txl.commands.evaluation_options import (
     load_to_adapt,
     refuse_statistics,
     refuse_tuned_split,
+    segments_read,
     with_cache,
 )
 from txl.commands.evaluation_results import (
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> None:
     given = {name: getattr(arguments, name) for name in ("epsilon", "weights") if getattr(arguments, name) is not None}
     request = DynamicRequest(
         Adaptation(arguments.rule, learning_rate=0.0, **given),
-        getattr(arguments, "statistics_segments", SEGMENTS),
+        segments_read(arguments.statistics_segments),
         BATCH if arguments.statistics_batch is None else arguments.statistics_batch,
     )
     keep_freed_memory()
@@ -145,8 +145,6 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluat
     words = ["--dynamic", arguments.rule, "--dynamic-learning-rate", repr(best.learning_rate)]
     words += ["--dynamic-decay", repr(best.decay)]
     for name in ("epsilon", "weights", "statistics_segments", "statistics_batch"):
-        if getattr(arguments, name, None) is not None:
+        if getattr(arguments, name) is not None:
             words += [f"--dynamic-{name.replace('_', '-')}", str(getattr(arguments, name))]
-    if getattr(arguments, "statistics_segments", SEGMENTS) is None:
-        words += ["--dynamic-statistics-segments", "all"]
     print(f"to measure this again: {eval_command(arguments, words)}")

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from txl.commands.options import config_options, named, number_or_all, pick_device, tested_lengths
 from txl.commands.output import say
@@ -36,6 +36,15 @@ class DynamicRequest:
     statistics_batch_size: int
 
 
+def segments_read(given: int | Literal["all"] | None) -> int | None:
+    """Return the number of segments that are read for gradient statistics; None: all segments.
+
+    Args:
+        given: value of the option: a number, "all", or None for the default.
+    """
+    return SEGMENTS if given is None else None if given == "all" else given
+
+
 def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
     """Add the options of dynamic evaluation that `txl eval` and `txl dynamic` share."""
     parser.add_argument(
@@ -49,7 +58,6 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
     parser.add_argument(
         f"--{prefix}statistics-segments",
         type=number_or_all,
-        default=argparse.SUPPRESS,
         metavar="N",
         help=f"number of training segments from which gradient sizes are measured, or all (default: {SEGMENTS})",
     )
@@ -99,13 +107,8 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     adaptation = asdict(preset.adaptation)
     values["dynamic"] = adaptation.pop("rule")
     values |= {f"dynamic_{name}": value for name, value in adaptation.items()}
-    given = {
-        name: value
-        for name, value in vars(arguments).items()
-        if value is not None or name == "dynamic_statistics_segments"
-    }
-    # None is a value of this option (all segments), and it has no default, so that it is known whether it was given.
-    values["dynamic_statistics_segments"] = preset.statistics_segments
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    values["dynamic_statistics_segments"] = preset.statistics_segments or "all"
     return argparse.Namespace(**vars(arguments) | values | given)
 
 
@@ -114,8 +117,6 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
     given = {
         name: value for name, value in vars(arguments).items() if name.startswith("dynamic_") and value is not None
     }
-    if "dynamic_statistics_segments" in vars(arguments):
-        given["dynamic_statistics_segments"] = arguments.dynamic_statistics_segments
     if arguments.dynamic is None:
         if given:
             raise UserError(f"--{next(iter(given)).replace('_', '-')} was given without --dynamic rms or sgd")
@@ -133,7 +134,7 @@ def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
     settings = {name: given[f"dynamic_{name}"] for name in names if f"dynamic_{name}" in given}
     return DynamicRequest(
         Adaptation(arguments.dynamic, **settings),
-        given.get("dynamic_statistics_segments", SEGMENTS),
+        segments_read(arguments.dynamic_statistics_segments),
         given.get("dynamic_statistics_batch", BATCH),
     )
 
@@ -162,9 +163,8 @@ def load_to_adapt(
 
 def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
     """Refuse options of gradient statistics, which sgd does not use."""
-    names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch")]
+    names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch", "statistics_segments")]
     given = [name for name in names if getattr(arguments, name, None) is not None]
-    given += [name for name in vars(arguments) if name == f"{prefix}statistics_segments"]  # "all" is None
     if given:
         raise UserError(f"--{given[0].replace('_', '-')} was given, but sgd takes no gradient statistics")
 

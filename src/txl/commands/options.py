@@ -337,9 +337,9 @@ def bounded_int(text: str) -> int:
 
 
 @named("a whole number or all")
-def number_or_all(text: str) -> int | None:
-    """Return a whole number, or None for "all"."""
-    return None if text.lower() == "all" else bounded_int(text)
+def number_or_all(text: str) -> int | Literal["all"]:
+    """Return a whole number, or "all"."""
+    return "all" if text.lower() == "all" else bounded_int(text)
 
 
 @named("a whole number or none")
