@@ -206,7 +206,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     ("what", "expected"),
     [
         ("truncated", "model.safetensors: truncated: "),
-        ("best is no name", "best does not name a checkpoint; choose one (--checkpoint latest)"),
+        ("best is no name", "best does not name a checkpoint; choose one of step-000000"),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),
         ("config is no JSON", "config.json: not JSON"),
@@ -235,6 +235,7 @@ def test_standard_input_that_is_closed(words, refused, trained, tmp_path, monkey
 
 def test_an_empty_path_is_refused(refused, trained):
     assert "--out is ''; expected a path or name" in refused("score", str(trained), "text", "--out", "")
+    assert "--data-dir is ''; expected a path or name" in refused("eval", str(trained), "--data-dir", "")
 
 
 def test_mistakes_in_the_text(refused, tmp_path, data_dir):

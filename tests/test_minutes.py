@@ -486,10 +486,32 @@ def test_a_choice_without_a_checkpoint_gives_way_to_another_number_of_minutes(tr
     assert RunDirectory(tmp_path / "run").config().name == "2-minutes"
 
 
+def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").write_config(stdlib_bpe())
+    assert train("--minutes", "2") == 2
+    assert "holds the run stdlib-bpe, which --minutes 2 did not choose" in capsys.readouterr().err
+
+
+def test_without_evaluations_none_is_timed(text: Path):
+    given = {"data.corpus": str(text), "data.unit": "byte", "train.eval_every": "0", "train.eval_batch_size": "9000"}
+    run = with_options(stdlib_bpe(), given | {"model.n_layer": "1", "train.batch_size": "2"})
+    corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).evaluated_token == math.inf
+    facts = TokenizedText(TextFacts(60_000, 20_000, 60), 60_000, 3000, 256)
+    choice = choose(run, facts, 60, lambda run: StepTimes(0.1, math.inf), given)
+    assert choice.run.train.steps == 600
+
+
 def test_a_fork_does_not_keep_the_plan(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
+    planned = RunDirectory(tmp_path / "run").config().train.planned_minutes
     assert train("--fork", "--train.steps", "2", "--train.warmup-steps", "1") == 0
     assert RunDirectory(tmp_path / "run-fork-1").config().train.planned_minutes is None
+    assert train("--fork") == 0
+    assert RunDirectory(tmp_path / "run").config().train.planned_minutes == planned, "no fork was needed"
 
 
 def test_shapes_that_the_machine_or_the_text_has_no_room_for_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -149,11 +150,10 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
         return too_large
     if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
         return too_large
-    try:
+    with suppress(torch.OutOfMemoryError):  # if another program uses a part of the GPU's memory
         return _timed(run, corpus, device, longest)
-    except torch.OutOfMemoryError:  # another program uses a part of the GPU's memory
-        torch.cuda.empty_cache()
-        return too_large
+    torch.cuda.empty_cache()  # after the exception, which holds the model
+    return too_large
 
 
 def _timed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
@@ -164,6 +164,8 @@ def _timed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepT
         steps = [seconds_of(step, device) for _ in range(_TIMED_STEPS)]
         while sum(steps) < _TIMED_SECONDS:
             steps.append(seconds_of(step, device))
+    if not run.train.eval_every:
+        return StepTimes(median(steps), math.inf)
     some = RunConfig.from_dict(run.to_dict())
     some.train.eval_tokens = min(len(corpus.tokens("valid")), 2 * run.eval.segment * run.validation_lanes)
     model, done = model.eval(), 0

@@ -213,7 +213,7 @@ def _is_host(name: str) -> bool:
         plain = urlsplit(f"//{name}").hostname == name.lower()
     except ValueError:
         return False
-    return plain and re.fullmatch(r"[\w.:-]+", name) is not None
+    return plain and re.fullmatch(r"[\w.:-]+", name, re.ASCII) is not None
 
 
 def _is_origin(text: str) -> bool:

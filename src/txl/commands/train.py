@@ -117,6 +117,8 @@ def run(arguments: argparse.Namespace) -> None:
     device = pick_device(arguments.device)
     if arguments.fork:
         out, init_from = fork_of(config, out, device, arguments.data_dir)
+        if init_from is not None:
+            config.train.planned_minutes = None  # planned for the steps of the run in --out
     trainer = Trainer(
         config,
         out,
@@ -140,7 +142,7 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         arguments: parsed arguments of the command.
         began: start of the command, in seconds of `time.perf_counter`.
     """
-    from txl.presets.minutes import run_name
+    from txl.presets.minutes import is_run_name, run_name
     from txl.runs.directory import RunDirectory
     from txl.training.starting import has_checkpoint
 
@@ -151,17 +153,14 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         return base_config(preset)
     if arguments.out is not None and RunDirectory(arguments.out).config_path.exists():
         stored = RunDirectory(arguments.out).config()
-        if arguments.fork:
-            stored.train.planned_minutes = None  # planned for that run's steps
-        is_chosen = minutes is None or stored.name == run_name(minutes)
-        if has_checkpoint(RunDirectory(arguments.out)) and not is_chosen:
+        is_same = minutes is None or stored.name == run_name(minutes)
+        begun = has_checkpoint(RunDirectory(arguments.out)) or not is_run_name(stored.name)
+        if begun and not is_same:
             raise UserError(
                 f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
                 f"--minutes out to go on with it, or give another --out"
             )
-        if minutes is None or has_checkpoint(RunDirectory(arguments.out)):
-            return stored
-        if is_chosen and _is_of(stored, config_options(arguments)):
+        if minutes is None or begun or (is_same and _is_of(stored, config_options(arguments))):
             return stored
         # The stored run has no checkpoint, and was chosen for other minutes, another text or other options.
     if minutes is None:
@@ -258,7 +257,7 @@ def _inherited_size(arguments: argparse.Namespace) -> int | None:
     """Return the vocabulary size of the run to resume, or of the run to start from; None without such a run."""
     from txl.runs.directory import RunDirectory
 
-    out = arguments.out if arguments.preset is None else None
+    out = arguments.out if arguments.preset is None and arguments.minutes is None else None
     runs = [RunDirectory(each) for each in (out, arguments.init_from) if each is not None]
     vocabularies = (run.vocabulary() for run in runs if run.config_path.exists())
     return next((len(each) for each in vocabularies if each is not None), None)

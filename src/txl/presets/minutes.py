@@ -38,7 +38,7 @@ LANES = 64.0
 """In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed. After ten minutes, 4
 layers of width 128 with 32 lanes need 0.995 (text8), 0.985 (Moby-Dick) and 1.009 times (One Billion Word) the bits of
 16 lanes (`results/dial-check-10-*.json`)."""
-MOST_WEIGHTS = 8.0
+MOST_WEIGHTS = 2.0
 """Largest N that counts, in parameters per own token of the text; the small text was not measured with more."""
 MOST_PASSES = 60
 """Most passes over the text's own tokens; training ends then even if time is left. With dropout 0.2 the validation loss
@@ -63,6 +63,7 @@ _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 AIM = 0.97
 """Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps."""
 
+_NAME_END = "-minutes"
 _Setting = TypeVar("_Setting")
 
 
@@ -88,7 +89,7 @@ class StepTimes:
     step: float
     """Time of a training step; infinite if the machine's memory is too small."""
     evaluated_token: float
-    """Time of an evaluation, divided by its tokens."""
+    """Time of an evaluation, divided by its tokens; infinite if the run has no evaluations."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,12 @@ def base_run(minutes: float, bfloat16: bool) -> RunConfig:
 
 def run_name(minutes: float) -> str:
     """Return the name of the run for a number of minutes."""
-    return f"{minutes:g}-minutes"
+    return f"{minutes:g}{_NAME_END}"
+
+
+def is_run_name(name: str) -> bool:
+    """Return whether a run has such a name."""
+    return name.endswith(_NAME_END)
 
 
 def data_for(text: TextFacts, seconds: float) -> DataConfig:

@@ -184,7 +184,8 @@ class RunDirectory:
             pointer = "best" if (self.path / "best").exists() else "latest"
             found = self.pointer(pointer)
             if found is None and (self.path / pointer).exists():
-                raise UserError(f"{self.path}: {pointer} does not name a checkpoint; choose one (--checkpoint latest)")
+                there = ", ".join(checkpoint_names(self.checkpoints)) or "none"
+                raise UserError(f"{self.path}: {pointer} does not name a checkpoint; choose one of {there}")
         elif which in ("best", "latest"):
             found = self.pointer(which)
         elif which.isascii() and which.isdecimal():

@@ -48,7 +48,7 @@ class Limits:
     """Alternatives reported for each token."""
     max_reported: int = 1 << 20
     """Log-probabilities in one answer: tokens times (alternatives + 1). Each log-probability takes about 220 bytes.
-    Of an event stream, those that the client has not received yet."""
+    With so many unread ones in an event stream, the engine waits for the client."""
     max_queue: int = 128
     """Texts that wait for a place in the engine."""
     max_requests: int = 1024

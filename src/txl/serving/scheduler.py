@@ -37,6 +37,8 @@ from txl.serving.work import (
 )
 
 _SCORED_AT_ONCE = 1 << 22
+_PAUSE = 0.005
+"""Seconds between two checks whether a client has received more of its event stream."""
 """Largest number of log-probabilities (rows times vocabulary) computed at once when text is scored."""
 _logger = logging.getLogger(__name__)
 
@@ -114,12 +116,12 @@ class Scheduler(threading.Thread):
         torch.set_num_threads(self._threads)
         try:
             while self._take():
-                self._cancel_unread()
                 self._drop_cancelled()
                 self._admit()
-                self._read_some()
+                has_read = self._read_some()
                 self._enter_lanes()
-                self._decode()
+                if not self._decode() and not has_read and self._busy():
+                    time.sleep(_PAUSE)  # all works wait for their clients
                 self._gauges()
         except BaseException:
             _logger.exception("the engine's thread has failed")
@@ -165,12 +167,6 @@ class Scheduler(threading.Thread):
         for stream in self.engine.streams:
             self.engine.leave(stream)
         self._gauges()
-
-    def _cancel_unread(self) -> None:
-        """Cancel works whose clients do not keep up with their event streams."""
-        for work in {*self._reading, *self._ready, *(work for work, _ in self._running)}:
-            if work.outbox.is_overfull and not work.cancelled:
-                work.cancelled, work.failure = True, FailedEvent("the client reads its event stream too slowly", 503)
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._reading, self._ready):
@@ -222,12 +218,17 @@ class Scheduler(threading.Thread):
             work.outbox.put(ReadEvent(work.number, [ScoredToken(int(work.ids[0]), None)], 1, work.ids.numel()))
         self._reading.append(work)
 
-    def _read_some(self) -> None:
-        """Read segments of the prompts in turn, about `PROMPT_SEGMENT` tokens in all."""
-        budget = PROMPT_SEGMENT
-        while self._reading and budget > 0:
+    def _read_some(self) -> bool:
+        """Read segments of the prompts in turn, about `PROMPT_SEGMENT` tokens in all; return False if none was read."""
+        budget, n_paused, has_read = PROMPT_SEGMENT, 0, False
+        while n_paused < len(self._reading) and budget > 0:
             work = self._reading[0]
             assert isinstance(work.read, TextReading)
+            if work.outbox.is_overfull:
+                self._reading.rotate(-1)
+                n_paused += 1
+                continue
+            n_paused, has_read = 0, True
             if not work.read.done:
                 try:
                     budget -= self._read_segment(work, work.read)
@@ -238,6 +239,7 @@ class Scheduler(threading.Thread):
                     continue
             self._reading.popleft()
             (self._ready if work.read.done else self._reading).append(work)
+        return has_read
 
     def _read_segment(self, work: Work, reading: TextReading) -> int:
         hidden, targets = reading.step()
@@ -303,11 +305,12 @@ class Scheduler(threading.Thread):
         work.running += 1
         self._running.append((work, lane))
 
-    def _decode(self) -> None:
-        """Draw a token for every running lane."""
-        if not self._running:
-            return
-        running = self._running
+    def _decode(self) -> bool:
+        """Draw a token for every running lane that does not wait for its client; return False if there is none."""
+        running = [each for each in self._running if not each[0].outbox.is_overfull]
+        paused = [each for each in self._running if each[0].outbox.is_overfull]
+        if not running:
+            return False
         watched: dict[Lane, JsonObject] = {}
         streams = [lane.stream for _, lane in running if lane.stream is not None]
         try:
@@ -322,15 +325,15 @@ class Scheduler(threading.Thread):
             for stream in self.engine.streams:
                 self.engine.leave(stream)
             self._running = []
-            for work, lane in running:
+            for work, lane in (*running, *paused):
                 lane.stream, work.running, work.cancelled = None, work.running - 1, True
                 work.outbox.put(failed)
-            return
+            return True
         self.metrics.steps.inc()
         self.metrics.tokens_generated.inc(len(drawn))
         ended = [row for row, stream in enumerate(streams) if stream.ended is not None]
         rows = [row for row in range(len(streams)) if row not in ended] if ended else range(len(streams))
-        entries, self._running = running, [running[row] for row in rows]
+        entries, self._running = running, [*(running[row] for row in rows), *paused]
         for row in ended:
             work, lane = entries[row]
             work.running, work.cancelled = work.running - 1, True
@@ -345,6 +348,7 @@ class Scheduler(threading.Thread):
                 scored = ScoredToken(token, None)
             scored.attention = watched.get(lane)
             self._drawn(work, lane, scored)
+        return True
 
     def _drawn(self, work: Work, lane: Lane, token: ScoredToken) -> None:
         """Report a drawn token of a lane in an event, and end the lane if the token was the last."""
@@ -400,7 +404,7 @@ class Scheduler(threading.Thread):
         if work.keep:
             self._save_at_end(work)
         work.read = None
-        work.outbox.put(work.failure or DoneEvent())
+        work.outbox.put(DoneEvent())
 
     def _gauges(self) -> None:
         self.metrics.running.set(len(self._running) + len(self._reading))

@@ -114,7 +114,7 @@ class Outbox:
         progressive: True: pass events on as they arrive, at most once in `PACE` seconds; False: pass events on only
             when a state is saved or a work ends.
         n_work: number of works that put events into this outbox.
-        most_unread: number of log-probabilities above which `is_overfull`; None: any number.
+        most_unread: number of log-probabilities from which on the engine waits for the client; None: any number.
     """
 
     def __init__(self, progressive: bool, n_work: int = 1, most_unread: int | None = None):
@@ -145,8 +145,8 @@ class Outbox:
 
     @property
     def is_overfull(self) -> bool:
-        """True if the client has left more log-probabilities unread than allowed, so that memory would grow."""
-        return self._most_unread is not None and self._n_put - self._n_sent > self._most_unread
+        """True if the client has not received so many log-probabilities that the engine waits."""
+        return self._most_unread is not None and self._n_put - self._n_sent >= self._most_unread
 
     def _wake(self, last: bool) -> None:
         self._waking = False
@@ -221,8 +221,6 @@ class Work:
     cancelled: bool = False
     """True: the work is removed from the engine before the next step. Any thread may set this."""
     arrived: float = field(default_factory=time.perf_counter)
-    failure: FailedEvent | None = None
-    """Reason of the end, for a work that is `cancelled` while its client listens."""
     read: TextReading | StreamState | None = None
     waiting_lanes: deque[Lane] = field(default_factory=deque)
     running: int = 0
