@@ -5,13 +5,14 @@
     python -m benchmarks.dial vocabulary results/dial-vocabulary-2.json --work runs/dial --minutes 2 --texts FILE FILE
     python -m benchmarks.dial check results/dial-check-2.json --work runs/dial --minutes 2 --texts FILE FILE
     python -m benchmarks.dial exponent results/dial.json --work runs/dial --checks results/dial-check-*.json --texts ...
+    python -m benchmarks.dial dropout results/dial-dropout.json --texts DIR --work runs/dial
 
 Every point is a whole run of the recipe of stdlib-bpe (Muon, a linearly falling learning rate) on the first bytes of a
 text. Losses do not depend on the machine's load, so that other work may run at the same time. Runs are kept in
 `--work`, and the same command resumes after an interruption. `vocabulary` trains one shape with vocabularies of several
 sizes for the same time. `check` takes texts that were not used for the fit. For each text it trains the choice of
 `--minutes` and eight hand-made configurations for the same time. `exponent` shows what the rule's shapes would cost in
-such checks with other values of BETA.
+such checks with other values of BETA. `dropout` trains on short texts, many passes over each, with several rates.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from txl.data.corpora import open_corpus
 from txl.data.sources import stdlib_files
 from txl.evaluation.perplexity import evaluate
 from txl.presets import minutes
+from txl.runs.checkpoints import checkpoint_step
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
@@ -100,6 +102,24 @@ def points() -> list[Point]:
     ]
 
 
+def dropout_points() -> list[Point]:
+    """Return the runs that compare shapes and dropout rates on texts of a megabyte, and of 200 kB."""
+    many = [
+        (("shakespeare", 1_115_394), 2048, "4x128", {1661: (0.0, 0.1, 0.2), 4440: (0.1, 0.2), 10_170: (0.2,)}),
+        (("shakespeare", 1_115_394), 2048, "6x192", {1800: (0.1, 0.2, 0.3)}),
+        (("quixote", 1_115_394), 2048, "4x128", {1661: (0.0, 0.1)}),
+        (("quixote", 1_115_394), 2048, "6x192", {1800: (0.2,)}),
+        (("shakespeare", 200 * KB), 1024, "3x96", {2036: (0.2,)}),
+        (("shakespeare", 200 * KB), 1024, "4x128", {2036: (0.2,)}),
+    ]
+    return [
+        Point(*text, shape, steps, vocab_size, dropout, minutes.rate_of(steps))
+        for text, vocab_size, shape, runs in many
+        for steps, rates in runs.items()
+        for dropout in rates
+    ]
+
+
 def text_of(point: Point, texts: Path, work: Path) -> Path:
     """Return the path of a file with the first bytes of a text; a missing file is written."""
     path = work / "texts" / f"{point.text}-{point.size}.txt"
@@ -160,6 +180,25 @@ def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
         "best_bits_per_byte": best[2],
         "evaluations": [dict(zip(kept, each, strict=True)) for each in evaluations.values()],
     }
+
+
+def scored(point: Point, texts: Path, work: Path) -> dict[str, Any]:
+    """Train the run of a point, or resume it, and score its best checkpoint with a memory of 256 on both splits."""
+    run = configured(point, text_of(point, texts, work))
+    run.train.eval_every = run.train.checkpoint_every = math.ceil(point.steps / 8)
+    run.train.eval_tokens, run.eval.batch_size = None, txl.preset("stdlib-bpe").eval.batch_size
+    out = RunDirectory(work / point.name)
+    Trainer(run, out.path, device="cpu", data_dir=work / "data", quiet=True).fit()
+    model, _ = txl.load(out.path)
+    corpus = open_corpus(run.data.corpus, config=run.data, data_dir=work / "data", quiet=True)
+    n_token = len(corpus.tokens("train"))
+    row = asdict(point) | {"train_tokens": n_token, "passes": point.steps * run.train.tokens_per_step / n_token}
+    row["best_step"] = checkpoint_step(out.checkpoint().name)
+    for split in ("valid", "test"):
+        found = evaluate(model, corpus.tokens(split), segment=128, batch_size=4, mem_len=256, window=256)
+        row[f"{split}_bits_per_byte"] = found.bits_per_byte
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def fit(curves: list[dict[str, Any]], beta: float = minutes.BETA) -> dict[str, float]:
@@ -354,7 +393,7 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
 def main() -> None:
     """Measure the curves, fit the rule to recorded curves, or check the rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check", "exponent"))
+    parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check", "exponent", "dropout"))
     parser.add_argument("record", type=Path)
     parser.add_argument(
         "--texts", nargs="+", default=[], help="curves: folder of wikitext-2.txt, quixote.txt ...; else: files"
@@ -384,8 +423,9 @@ def main() -> None:
     else:
         torch.set_num_threads(1)
         found = []
-        for point in points():
-            found.append(measured(point, Path(given.texts[0]), given.work))
+        make, todo = (scored, dropout_points()) if given.what == "dropout" else (measured, points())
+        for point in todo:
+            found.append(make(point, Path(given.texts[0]), given.work))
             write(given.record, command, {"curves": found})
 
 
