@@ -104,17 +104,17 @@ def points() -> list[Point]:
 
 def dropout_points() -> list[Point]:
     """Return the runs that compare shapes and dropout rates on texts of a megabyte, and of 200 kB."""
-    many = [
-        (("shakespeare", 1_115_394), 2048, "4x128", {1661: (0.0, 0.1, 0.2), 4440: (0.1, 0.2)}),
-        (("shakespeare", 1_115_394), 2048, "6x192", {1800: (0.1, 0.2, 0.3)}),
-        (("quixote", 1_115_394), 2048, "4x128", {1661: (0.1,)}),
-        (("quixote", 1_115_394), 2048, "6x192", {1800: (0.2,)}),
-        (("shakespeare", 200 * KB), 1024, "3x96", {2036: (0.2,)}),
-        (("shakespeare", 200 * KB), 1024, "4x128", {2036: (0.2,)}),
+    many: list[tuple[str, int, int, str, dict[int, tuple[float, ...]]]] = [
+        ("shakespeare", 1_115_394, 2048, "4x128", {1661: (0.0, 0.1, 0.2), 4440: (0.1, 0.2)}),
+        ("shakespeare", 1_115_394, 2048, "6x192", {1800: (0.1, 0.2, 0.3)}),
+        ("quixote", 1_115_394, 2048, "4x128", {1661: (0.1,)}),
+        ("quixote", 1_115_394, 2048, "6x192", {1800: (0.2,)}),
+        ("shakespeare", 200 * KB, 1024, "3x96", {2036: (0.2,)}),
+        ("shakespeare", 200 * KB, 1024, "4x128", {2036: (0.2,)}),
     ]
     return [
-        Point(*text, shape, steps, vocab_size, dropout, minutes.rate_of(steps))
-        for text, vocab_size, shape, runs in many
+        Point(text, size, shape, steps, vocab_size, dropout, minutes.rate_of(steps))
+        for text, size, vocab_size, shape, runs in many
         for steps, rates in runs.items()
         for dropout in rates
     ]

@@ -47,7 +47,7 @@ MOST_PASSES = 60
 of the small text was still falling after 41 passes; longer runs were not measured."""
 DROPOUT = ((8, 0.0), (20, 0.1), (math.inf, 0.2))
 """Most passes for which a dropout rate is the best, and the rate. Bits per byte with rates of 0, 0.1 and 0.2 after 7
-passes (text8): 1.59, 1.65; after 10 passes over 1.1 MB: 2.03, 1.91, 1.97; after 26 passes: 0.1 1.93, 0.2 1.91
+passes (text8): 1.59, 1.65; after 10 passes over 1.1 MB: 2.03, 1.92, 1.97; after 26 passes: 0.1 1.93, 0.2 1.91
 (`results/dial-check-10-vocabulary-text8-head.json`, `dial-dropout.json`)."""
 RATE, RATE_STEPS, RATE_FALLS = 4.5e-3, (300, 1200, 3600), 1 / 3
 """Learning rate for 1,200 steps, and the power of the number of steps by which the rate falls from 300 to 3,600 steps.
