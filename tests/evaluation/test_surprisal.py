@@ -152,7 +152,7 @@ def test_the_model_is_left_in_its_mode_and_gradients_on():
     ("settings", "message"),
     [
         ({"segment": 0}, "segment is 0"),
-        ({"sliding": 0}, "sliding 0"),
+        ({"sliding": 0}, "sliding is 0"),
         ({"dtype": "float16"}, "dtype"),
         ({"temperature": 0.0}, "temperature"),
         ({"mem_len": -1}, "mem_len"),
