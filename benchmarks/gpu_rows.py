@@ -26,7 +26,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.attention import KeyScope
-from txl.benchmarking import workloads
 from txl.benchmarking.minutes import run_in_minutes
 from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth, synchronize
 from txl.benchmarking.table9 import slowdown
@@ -40,7 +39,7 @@ from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.runs.directory import RunDirectory
-from txl.training import compilation, loop, trainer
+from txl.training import building, compilation, loop
 from txl.training.budget import peak_bytes, ranked_tokens
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
@@ -118,7 +117,7 @@ def as_if_recorded(self: Captured) -> Callable[[], None]:
 def imitate_recording() -> None:
     """Replace, in this process, what a CPU refuses of recorded steps, and what is only worthwhile on a GPU."""
     Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
-    for module in (compilation, workloads, trainer):
+    for module in (compilation, building):
         module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
     loop.looks_later = lambda setup, state: True
 
