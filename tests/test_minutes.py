@@ -289,6 +289,13 @@ def train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
     return command
 
 
+def without_checkpoints(run: Path) -> None:
+    """Leave a run as if its first steps had failed."""
+    shutil.rmtree(run / "checkpoints")
+    for name in ("latest", "best"):
+        (run / name).unlink()
+
+
 def test_the_command_trains_what_it_chose(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
     run, said = RunDirectory(tmp_path / "run").config(), capsys.readouterr().err
@@ -461,14 +468,10 @@ def test_several_processes_do_not_choose(
 def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
     first = RunDirectory(tmp_path / "run").config()
-    for each in ("checkpoints", "latest", "best"):
-        path = tmp_path / "run" / each
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    without_checkpoints(tmp_path / "run")
     assert train("--minutes", "1", "--data.unit", "byte") == 0
     assert not train.measured, "the same text and options go on with the choice"
-    for each in ("checkpoints", "latest", "best"):
-        path = tmp_path / "run" / each
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    without_checkpoints(tmp_path / "run")
     train.text.rename(tmp_path / "other.txt")
     train.text = tmp_path / "other.txt"
     assert train("--minutes", "1") == 0
@@ -479,9 +482,7 @@ def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train
 
 def test_a_choice_without_a_checkpoint_gives_way_to_another_number_of_minutes(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
-    for each in ("checkpoints", "latest", "best"):
-        path = tmp_path / "run" / each
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    without_checkpoints(tmp_path / "run")
     assert train("--minutes", "2", "--data.unit", "byte") == 0
     assert RunDirectory(tmp_path / "run").config().name == "2-minutes"
 
