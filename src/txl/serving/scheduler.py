@@ -307,8 +307,10 @@ class Scheduler(threading.Thread):
 
     def _decode(self) -> bool:
         """Draw a token for every running lane that does not wait for its client; return False if there is none."""
-        running = [each for each in self._running if not each[0].outbox.is_overfull]
-        paused = [each for each in self._running if each[0].outbox.is_overfull]
+        running: list[tuple[Work, Lane]] = []
+        paused: list[tuple[Work, Lane]] = []
+        for each in self._running:  # each is asked once: the event loop changes the answer meanwhile
+            (paused if each[0].outbox.is_overfull else running).append(each)
         if not running:
             return False
         watched: dict[Lane, JsonObject] = {}
