@@ -250,10 +250,22 @@ class TrainingLoop:
             rows = [state.model.tail_rows(part, train.loss) for part in targets.chunk(len(memory))]
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if "cuda" in device else None
         void = None if self._unsettled is None else self._unsettled.result.skipped
-        step, text = self._captured or training_step, (sent(tokens, device), sent(targets, device))
-        rest = (memory, train, count / train.steps, self._is_to_stop, void, rows, several)
+        step = self._captured or training_step
+        tokens, targets = sent(tokens, device), sent(targets, device)
         try:
-            result = step(setup.trained, state.optimizer, *text, *rest)
+            result = step(
+                setup.trained,
+                state.optimizer,
+                tokens,
+                targets,
+                memory,
+                train,
+                progress=count / train.steps,
+                abandon=self._is_to_stop,
+                void=void,
+                tail_rows=rows,
+                lengths=several,
+            )
         except Exception as error:
             # The terminal sends Ctrl-C to the compiler too, if torch.compile runs it at that moment.
             compiling = type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
