@@ -261,14 +261,15 @@ BACKENDS = {
     )
 }
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
-"""Backends that `auto` and `fastest` try in turn. `shifted` supports every model on every device, and most recorded
-models were trained with it. Only backends that were measured to be faster may precede it."""
+"""Backends that `auto` and `fastest` try in turn, after the one in `FASTEST_ON`, if any. `shifted` supports every model
+on every device, and most recorded models were trained with it. Only backends that were measured to be faster may
+precede it."""
 FASTEST_ON: dict[tuple[str, torch.dtype], str] = {
     ("NVIDIA H200", torch.bfloat16): "triton",
     ("NVIDIA H200", torch.float32): "shifted",
 }
 """Fastest backend in a recorded measurement of training, by CUDA's name of the GPU and the dtype of the matrix products
-(results/gpu-nvidia-h200.json)."""
+(results/gpu-nvidia-h200.json). `auto` takes it too."""
 
 
 def _gpu(device: str | None) -> str | None:

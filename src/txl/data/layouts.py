@@ -281,7 +281,7 @@ def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
 
 def _expected(benchmark: Benchmark) -> str:
     files = [", ".join(names[0] for names in layout.values()) for layout in benchmark.layouts]
-    return f"a folder with {' or with '.join(files)}, or with {benchmark.archives[0]}"
+    return f"a folder with {' or with '.join([*files, *benchmark.archives[:1]])}"
 
 
 def _stripped(pieces: list[Piece]) -> list[Piece]:

@@ -1,7 +1,7 @@
 """The interface of every model and its state: Transformer-XL, Transformers without memory, recurrent networks.
 
-Training, evaluation, generation and analysis use a model through these two classes alone. Every call takes a state and
-returns the next one:
+Evaluation, generation and analysis use a model through these two classes alone; training uses `FamilyModel`, which adds
+to them. Every call takes a state and returns the next one:
 
     state = model.init_state(batch_size)
     nll, state = model.nll(tokens, targets, state)
@@ -61,7 +61,8 @@ class CacheSettings(TypedDict, total=False):
 class State(Protocol):
     """The state that a model carries from one segment to the next, for B lanes.
 
-    A state is a value: no method changes it, and it stays valid after a step has been taken from it.
+    A state is a value: no method changes it, and it stays valid after a step has been taken from it. The only exception
+    is training with `train.capture`, where the next step overwrites it.
     """
 
     @property

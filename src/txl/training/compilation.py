@@ -77,8 +77,8 @@ def check_capture(run: RunConfig, device: str) -> None:
         reason = (
             "needs a constant loss, but the losses of this model's layers end one after another (model.layer_losses)"
         )
-    elif train.optimizer == "sgd":
-        reason = "needs train.optimizer adam, adamw or muon, and it is sgd"
+    elif train.optimizer not in ("adam", "adamw", "muon"):
+        reason = f"needs train.optimizer adam, adamw or muon, and it is {train.optimizer}"
     elif train.on_spike != "report":
         reason = "needs train.on_spike report: a recorded step does not go back to a checkpoint"
     if reason is not None:

@@ -213,9 +213,9 @@ class TrainingLoop:
     def _step(self, rate: float) -> None:
         """Make one update.
 
-        The device computes the update while the host continues: the result is read after the next update was launched
-        (`_settle`). If an update was skipped, the device skips the next one too, and the next one is made again. The
-        results are the same as if each update had been read before the next one was launched.
+        The device computes the update while the host continues: the result of update 5 is read after update 6 was
+        launched (`_settle`). If the device has skipped update 5, it skips update 6 too, and the host launches update 6
+        again. The results are the same as if update 5 had been read before update 6 was launched.
         """
         launched = self._launch(rate)
         if not self._settle():

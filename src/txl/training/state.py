@@ -139,7 +139,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """Everything that a run trains with and that no step changes."""
+    """The objects that a run trains with. No step replaces them; steps change the weights of the model in `trained`."""
 
     run: RunConfig
     directory: RunDirectory

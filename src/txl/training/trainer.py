@@ -202,7 +202,7 @@ class Trainer:
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
     def _model_begun_with(self) -> ModelConfig:
-        """Return the model with the attention backend logged at the start of the run: another adds in another order."""
+        """Return the model with the attention backend in the run's log, because another would round differently."""
         started = self.directory.started()
         return self.run.model.with_attention(None if started is None else started.get("attention"))
 
@@ -226,7 +226,7 @@ class Trainer:
             train.segment,
             random_segments=train.random_segments,
             seed=train.seed,
-            # A shift by a whole segment has no effect: with the full loss only `epoch_shift` moves the segments.
+            # With the full loss the first number is the segment's length, which shifts nothing.
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
         check_validation_split(self.run, corpus)
