@@ -17,8 +17,8 @@
 "Training" is any segment with gradients or dropout. A model exported for other programs contains a copy of all this.
 
 `attention_backend` turns `model.attention` into a `Backend` when the model is built. Then `TransformerXL.hidden_states`
-chooses between segments and one token, and `Backend.__call__` chooses the function for a segment. If a module has a hook
-or is of another class, all modules are called, and none of the one-token functions is used.
+chooses between segments and one token, and `Backend.__call__` chooses the function for a segment. If a module has a
+hook or is of another class, all modules are called, and none of the one-token functions is used.
 
 | | window, lanes of different memory | clamp | dropout of weights | dropout of R | gradients | computes in |
 |---|---|---|---|---|---|---|
