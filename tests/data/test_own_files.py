@@ -63,6 +63,9 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
         ("train/part0.jsonl", "valid/part0.jsonl", "test/part0.jsonl", "README.md"),
         ("Train.txt", "VALID.txt", "Test.txt"),
         ("Train/a.txt", "Valid/a.txt", "Test/a.txt"),
+        ("training/a.txt", "validation/a.txt", "test/a.txt"),
+        ("training.txt", "valid.txt", "test.txt"),
+        ("train1.txt", "valid1.txt", "test1.txt", "notes.md"),
         ("europarl.train.en", "europarl.dev.en", "europarl.test.en", "README"),
         ("text8.train", "text8.valid", "text8.test"),
     ],
@@ -86,6 +89,10 @@ def test_splits_are_known_by_their_names(names, tmp_path):
         ),
         (("train/a.txt", "test/a.txt"), "but no valid split; expected valid/a.txt too"),
         (("train/a.txt", "valid/a.txt", "dev/a.txt", "test/a.txt"), "more than one for a split"),
+        (("valid/a.txt", "test/a.txt"), "but no train split; expected train/a.txt too"),
+        (("training/a.txt", "test/a.txt"), "but no valid split; expected valid/a.txt too"),
+        (("train1.txt", "train2.txt", "test1.txt"), "but no valid split; expected valid1.txt too"),
+        (("wiki/train/a.txt", "wiki/valid/a.txt", "wiki/test/a.txt"), "wiki in it has folders named after splits"),
     ],
 )
 def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, said, tmp_path):
@@ -97,6 +104,7 @@ def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, s
 
 def test_folders_of_source_code_may_be_called_train_and_test(tmp_path):
     write(tmp_path, "src/train.py", "src/test.py", "tests/test_train.py", "test/test_a.py", "dev/notes.txt")
+    write(tmp_path, "examples/train/README.md", "examples/test/README.md", "training/loop.py")
     assert len(split_bytes(str(tmp_path))["train"]) > 300
 
 
@@ -116,7 +124,10 @@ def test_what_this_package_wrote_into_a_folder_is_not_its_text(tmp_path):
     write(tmp_path, "imported/config.json", "imported/checkpoints/step-00000000/manifest.json")
     write(tmp_path, "runs/reproduce/experiment.json", "runs/reproduce/results/xl-seed1.json")
     write(tmp_path, "cache/a-byte-0/meta.json", "cache/a-byte-0/train.tokens")
+    write(tmp_path, "cache/b-byte-0/meta.json", "cache/b-byte-0/all.tokens")
     assert find_files(str(tmp_path)) == before
+    write(tmp_path, "sub/experiment.json")  # somebody else's
+    assert len(find_files(str(tmp_path))) == len(before) + 1
 
 
 def test_a_run_in_the_folder_of_its_text_goes_on(story, tmp_path, monkeypatch):
@@ -160,7 +171,12 @@ def test_a_relative_glob_is_found_in_a_folder_whose_name_looks_like_a_glob(tmp_p
 def test_compressed_files_of_other_kinds_are_not_read_as_text(name, tmp_path):
     write(tmp_path, name)
     message = refusal(str(tmp_path / name), tmp_path / "data")
-    assert message.endswith(f"{name}: files of this kind are not read; expected text, or .gz, .xz or .zst")
+    said = f"{name}: files of this kind are not read; expected text, or .gz, .xz or .zst"
+    assert message.endswith(said)
+    write(tmp_path, "novel.txt")
+    assert refusal(str(tmp_path), tmp_path / ".data").endswith(said)
+    write(tmp_path, "train.txt", "valid.txt", "test.txt")
+    assert split_bytes(str(tmp_path))["test"].startswith(b"test.txt"), "files that are not read do not matter"
 
 
 @pytest.mark.parametrize("pattern", ["", "**"])

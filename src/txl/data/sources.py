@@ -13,7 +13,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
@@ -33,7 +33,7 @@ TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
 _COMPRESSED_BLOCK = 1 << 10
 """Compressed bytes of a .zst file read at a time; repetitive text grows ten thousandfold when decompressed."""
-_SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
+_SPLIT_WORDS = {"train": "training|train", "valid": "valid|validation|val|dev", "test": "test"}
 """Words for each split in file and folder names, as regular expressions."""
 _COMPRESSED_END = re.compile(r"\.(gz|xz|zst)$", re.IGNORECASE)
 _TEXT_END = re.compile(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)$", re.IGNORECASE)
@@ -200,9 +200,15 @@ def user_pieces(text: str) -> Pieces:
     A folder with files or folders named train, valid (or validation, val, dev) and test has these splits. All other
     files are concatenated in the order of their paths and cut 90/5/5 by position, at the beginning of a UTF-8
     character.
+
+    Raises:
+        UserError: if the splits cannot be told apart, or a file is of a kind that is not read, such as .zip.
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
+    for path in paths if named is None else (path for found in named.values() for path in found):
+        if _is_unreadable(path):
+            raise UserError(f"{path}: files of this kind are not read; expected text, or .gz, .xz or .zst")
     if named is not None:
         return {split: [Piece(path) for path in found] for split, found in named.items()}
     sizes = [content_size(path) for path in paths]
@@ -224,14 +230,11 @@ def find_files(text: str) -> list[Path]:
     out. A file or folder that is found through several links is read once.
 
     Raises:
-        UserError: if nothing is found, something cannot be read, or a single file is of a kind that is not read, such
-            as .zip.
+        UserError: if nothing is found, or something cannot be read.
     """
     path = Path(text)
     try:
         if path.is_file():
-            if _UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
-                raise UserError(f"{text}: files of this kind are not read; expected text, or .gz, .xz or .zst")
             return [path.absolute()]
         if path.is_dir():
             found = _each_once(sorted(_files_below(path)))
@@ -254,6 +257,11 @@ def find_files(text: str) -> list[Path]:
         kind = "matches no file" if glob.has_magic(text) else "no such file or folder"
         raise UserError(f"{text}: {kind}")
     return found
+
+
+def _is_unreadable(path: Path) -> bool:
+    """Return whether a file's name is that of an archive, or of a compression that is not read."""
+    return bool(_UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED))
 
 
 def _each_once(paths: list[Path]) -> list[Path]:
@@ -290,8 +298,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _is_ours(names: set[str]) -> bool:
     """Return whether a folder that contains `names` is a run, a reproduction or a prepared corpus."""
-    marks = {"config.json", "checkpoints"}, {"config.json", "log.jsonl"}, {"meta.json", "train.tokens"}
-    return "experiment.json" in names or any(each <= names for each in marks)
+    marks = {
+        "config.json": {"checkpoints", "log.jsonl"},
+        "meta.json": {"train.tokens", "all.tokens"},
+        "experiment.json": {"results", "locks"},
+    }
+    return any(name in names and beside & names for name, beside in marks.items())
 
 
 def _folder_before_magic(path: Path) -> Path:
@@ -311,8 +323,8 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
 
     Capital letters do not matter. The first of these rules that applies is used: plain names, such as train.txt, in the
     folder itself; one text for each split in one folder, whatever the rest of its name; a single set of texts whose
-    names differ only in the split, such as ptb.train.txt; folders named after splits; in the folder itself, a single
-    set of other files that are not source code, such as train.en.
+    names differ only in the split, such as ptb.train.txt; folders named after splits; names with numbers, such as
+    train1.txt; in the folder itself, a single set of other files that are not source code, such as train.en.
 
     Raises:
         UserError: if there are texts of two splits, but not a single set of all three. Concatenating and cutting them
@@ -339,17 +351,19 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
         sets.setdefault((path.parent, before.lower(), after.lower()), []).append((split, path))
     texts = [_by_split(files) for (_, _, after), files in sets.items() if _TEXT_END.search(after)]
     several = [found for found in texts if sum(map(bool, found.values())) > 1]
-    below = _by_split(
-        (split, path)
-        for path in paths
-        for split, words in _SPLIT_WORDS.items()
-        if path.parent != root and re.fullmatch(words, path.relative_to(root).parts[0], re.IGNORECASE)
-    )
-    if not several and below["train"] and (below["valid"] or below["test"]):
-        folders = {path.relative_to(root).parts[0] for files in below.values() for path in files}
-        if len(folders) == len(SPLITS) and all(below.values()):
+    if not several:
+        parents = _split_folders(root, paths)
+        below = parents.pop(root, _by_split([]))
+        folders = {path.relative_to(root).parts[0] for path in chain(*below.values())}
+        if all(below.values()) and len(folders) == len(SPLITS):
             return below
-        several = [below]
+        for parent in parents:
+            raise UserError(
+                f"{folder}: {parent.relative_to(root)} in it has folders named after splits; give {parent} (or give the "
+                f"files as a glob to split them by position)"
+            )
+        several = [below] if any(below.values()) else []
+    several = several or _numbered(paths)
     if not several:
         others = [
             _by_split(files) for (at, _, after), files in sets.items() if at == root and not _CODE_END.search(after)
@@ -362,6 +376,46 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
         mixed = _mixed(root, several)
         raise UserError(f"{folder}: {mixed} (or give the files as a glob to split them by position)")
     return None
+
+
+def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[Path]]]:
+    """Return the files below folders named after splits, by the parent of these folders.
+
+    Only parents with texts of two splits count. In the root, any file that is not a program may be text; further below,
+    where folders may have such names for other reasons, only a file whose name ends like that of a text.
+    """
+    below: dict[Path, list[tuple[str, Path]]] = {}
+    for path in paths:
+        folders = path.relative_to(root).parts[:-1]
+        for depth, folder in enumerate(folders):
+            if split := next(
+                (each for each in SPLITS if re.fullmatch(_SPLIT_WORDS[each], folder, re.IGNORECASE)), None
+            ):
+                below.setdefault(root.joinpath(*folders[:depth]), []).append((split, path))
+                break
+
+    def is_text(path: Path, parent: Path) -> bool:
+        name = _COMPRESSED_END.sub("", path.name)
+        return not _CODE_END.search(name) if parent == root else bool(_TEXT_END.search(name))
+
+    found = {parent: _by_split(files) for parent, files in below.items()}
+    return {
+        parent: splits
+        for parent, splits in found.items()
+        if sum(any(is_text(path, parent) for path in files) for files in splits.values()) > 1
+        or (parent == root and all(splits.values()))
+    }
+
+
+def _numbered(paths: list[Path]) -> list[dict[str, list[Path]]]:
+    """Return the texts whose names give a split and a number, such as train1.txt, if a folder has them for two splits."""
+    at: dict[Path, list[tuple[str, Path]]] = {}
+    for path in paths:
+        name = _COMPRESSED_END.sub("", path.name)
+        for split, words in _SPLIT_WORDS.items():
+            if _TEXT_END.search(name) and re.fullmatch(rf"(.*[._-])?({words})\d+[._-].*", name, re.IGNORECASE):
+                at.setdefault(path.parent, []).append((split, path))
+    return [found for found in map(_by_split, at.values()) if sum(map(bool, found.values())) > 1]
 
 
 def _by_split(files: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
