@@ -136,6 +136,48 @@ def test_a_run_finds_its_text_again_from_another_directory(story, data_dir, tmp_
     assert json.loads(capsys.readouterr().out)["corpus"] == str(tmp_path / "my.txt")
 
 
+def test_a_text_that_is_interrupted_is_logged(trained, tmp_path, monkeypatch, capsys):
+    run = RunDirectory(shutil.copytree(trained, tmp_path / "run"))
+
+    def interrupted(*arguments, **settings):
+        yield "The river"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("txl.generation.text.generate", interrupted)
+    assert main(["generate", str(run.path), "--prompt", "Once "]) == 130
+    assert capsys.readouterr().out == "Once The river"
+    assert [(event["event"], event["text"]) for event in run.events()[-1:]] == [("sample", "The river")]
+
+
+@pytest.mark.parametrize("more", [[], ["--samples", "2"]])
+def test_no_compile_means_no_compiled_code(more, trained, monkeypatch, capsys):
+    def used():
+        raise AssertionError("the compiled library was asked for")
+
+    monkeypatch.setattr("txl.native.build._load", used)
+    words = ["generate", str(trained), "--prompt", "The ", "--max-tokens", "3", *more]
+    assert main([*words, "--no-compile"]) == 0
+    assert "The " in capsys.readouterr().out
+    with pytest.raises(AssertionError, match="asked for"):
+        main(words)
+
+
+def test_a_sweep_that_is_interrupted_keeps_what_it_has(trained, tmp_path, data_dir, monkeypatch, capsys):
+    run, seen, evaluate = RunDirectory(shutil.copytree(trained, tmp_path / "run")), [], txl.evaluate
+
+    def interrupted(*arguments, mem_len, **settings):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(mem_len)
+        return evaluate(*arguments, mem_len=mem_len, **settings)
+
+    monkeypatch.setattr("txl.evaluation.perplexity.evaluate", interrupted)
+    words = ["eval", str(run.path), "--data-dir", str(data_dir), "--mem-lens"]
+    assert main([*words, "4,8"]) == 130
+    assert "stopped after 1 of 2 memory lengths" in capsys.readouterr().err
+    assert [row["mem_len"] for row in run.events()[-1]["rows"]] == seen == [4]
+
+
 def test_text_that_the_terminal_cannot_show_does_not_end_a_command(trained):
     command = [sys.executable, "-m", "txl", "generate", str(trained), "--prompt", "Ω\udcff", "--max-tokens", "5"]
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -279,7 +321,7 @@ def test_a_sliding_window_has_the_run_s_temperature_and_says_what_it_is(trained,
     assert json.loads(capsys.readouterr().out)["nll"] != own["nll"]
     assert main(words) == 0
     table = capsys.readouterr().out
-    assert "39 targets, each from the 5 tokens before it alone" in table
+    assert "39 targets, each from at most 5 tokens before it" in table
     assert "softmax at temperature 1.7" in table
     assert "sliding window" in table
     assert "memory" not in table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,13 @@ def test_there_and_back_through_pipes_in_other_processes(run):
     back = txl("decompress", "-", "--model", run, "-o", "-", source=there.stdout, threads=2)
     assert back.returncode == 0, back.stderr
     assert back.stdout == TEXT
+
+
+def test_a_model_s_name_may_begin_like_an_option(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, "-m")
+    Path("text").write_bytes(TEXT)
+    assert main(["compress", "text", "--model=-m", "-o", "file"]) == 0
 
 
 def test_online_and_dynamic_files(run, tmp_path, capsys):
@@ -116,6 +124,7 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         (["compress", "TEXT", "-o", "OUT"], "expected one of --model DIR and --online"),
         (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "expected one of --model DIR and --online"),
         (["compress", "TEXT", "--online", "--mem-len", "3", "-o", "OUT"], "leave it out with --online"),
+        (["compress", "TEXT", "--online", "--data-dir", "RUN", "-o", "OUT"], "leave it out with --online"),
         (["compress", "TEXT", "--online", "--dynamic", "-o", "OUT"], "learns anyway"),
         (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is for --online"),
         (["compress", "TEXT", "--model", "RUN", "--dynamic", "sgd", "-o", "OUT"], "--dynamic-learning-rate"),
@@ -124,6 +133,8 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         (["compress", "TEXT", "--online", "--json", "-o", "-"], "both write to standard output"),
         (["compress", "NOWHERE", "--online", "-o", "OUT"], "No such file"),
         (["decompress", "TEXT", "-o", "OUT"], "not a file of txl compress"),
+        (["decompress", "TEXT", "--checkpoint", "best", "-o", "OUT"], "--checkpoint belongs to --model"),
+        (["decompress", "TEXT", "--data-dir", "RUN", "-o", "OUT"], "--data-dir belongs to --model"),
     ],
 )
 def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):

@@ -253,6 +253,10 @@ def test_damaged_files_are_noticed(story, tmp_path, capsys):
     again = txl.open_corpus(str(story), "char", data_dir=tmp_path)
     assert "preparing" in capsys.readouterr().err
     assert (again.directory / "train.tokens").read_bytes() == content
+    record = corpus.directory / "meta.json"
+    record.write_text(record.read_text().replace('"vocabulary_size"', '"vocabulary"'))
+    txl.open_corpus(str(story), "char", data_dir=tmp_path)
+    assert "preparing" in capsys.readouterr().err
     altered = bytearray(content)
     altered[10] ^= 1
     tokens.write_bytes(altered)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.conftest import small_run
 
 import txl
-from txl.config import DataConfig, TransformerXLConfig
+from txl.config import DataConfig, TransformerXLConfig, VanillaConfig
 from txl.data.prepared import Tokens
 from txl.errors import UserError
 from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
@@ -217,6 +217,13 @@ def test_sweep_scores_the_same_targets_at_each_length(model):
     assert len({result.tokens for result in results}) == 1
     assert len({result.nll for result in results}) == 3
     assert seen == results
+
+
+def test_a_sweep_is_refused_before_its_first_evaluation():
+    vanilla, seen = build_model(VanillaConfig(n_layer=1, d_model=8, n_head=2, d_head=4, d_inner=8), V), []
+    with pytest.raises(UserError, match="mem_len is 4"):
+        evaluate_memory_lengths(vanilla, token_stream(80), [0, 4], segment=4, batch_size=2, on_result=seen.append)
+    assert seen == []
 
 
 def test_tensors_lists_and_prefixes_are_streams_too(model):

@@ -395,6 +395,15 @@ def test_prompts_of_words_may_hold_line_ends(exported):
         assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), with_mask)
 
 
+def test_padding_that_would_be_read_is_refused(exported):
+    """The text <|pad|> is padding to a tokenizer, and the mask has ones for it."""
+    model, tokenizer = exported
+    batch = tokenizer("a<|pad|>b", return_tensors="pt")
+    assert batch["attention_mask"].all()
+    with pytest.raises(ValueError, match="padding cannot be read"):
+        model(**batch)
+
+
 def test_every_tokenizer_pads(exported):
     if not (exported / "hf" / "tokenizer.json").is_file():
         pytest.skip("this vocabulary has no tokenizer")

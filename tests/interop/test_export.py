@@ -50,6 +50,15 @@ def test_exported_and_imported_again_losses_are_the_same_to_the_last_bit(kind, r
     assert torch.equal(found, expected)
 
 
+def test_another_memory_length_takes_the_window_with_it(run, tmp_path):
+    export_run(run, tmp_path / "out", "huggingface")
+    lengths = {}
+    for mem_len in (7, 40, 0):
+        imported, _ = import_run(tmp_path / "out", tmp_path / str(mem_len), model_options={"mem_len": mem_len})
+        lengths[mem_len] = imported.eval.window
+    assert lengths == {7: 7, 40: 40, 0: None}
+
+
 def test_txl_eval_of_the_run_and_of_its_reimport_print_the_same(run, data_dir, tmp_path, capsys):
     export_run(run, tmp_path / "out", "huggingface")
     import_run(tmp_path / "out", tmp_path / "again")

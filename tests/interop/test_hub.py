@@ -151,6 +151,7 @@ def test_a_model_is_downloaded_by_name_and_continued_after_a_break(break_once, t
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     import_run(tmp_path, tmp_path / "expected")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["name"] == "model"
     (model, vocabulary), (expected, _) = (txl.load(tmp_path / name) for name in ("run", "expected"))
     assert vocabulary is not None
     assert vocabulary.encode("w1\n").tolist() == [3, 0]

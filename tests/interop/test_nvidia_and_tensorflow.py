@@ -96,6 +96,8 @@ def test_same_length_counts_the_query_in_addition_there(tmp_path, monkeypatch):
         ({"sample_softmax": 9}, "a sampled softmax"),
         ({"dropout": None}, "dropout is None; expected a number"),
         ({"cutoffs": 5}, "cutoffs is 5; expected a list of whole numbers"),
+        ({"cutoffs": torch.tensor([1, 2])}, "cutoffs is a tensor; expected a plain value"),
+        ({"attn_type": torch.tensor([0, 0])}, "attn_type is a tensor; expected a plain value"),
         ({"tgt_len": "8"}, "tgt_len is '8'; expected a whole number"),
         ({"n_layer": 5}, "model.n_layer is 5, but the checkpoint's tensors say 2"),
         ({"dropout": 10**400}, "dropout is 1000.*; expected a number"),

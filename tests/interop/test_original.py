@@ -208,7 +208,10 @@ def test_the_corpus_of_an_import_is_what_eval_reads(tmp_path, capsys):
     text.write_text("w1 w2 w3 strange\n" * 400)
     (tmp_path / "vocab.txt").write_text("\n".join(["<unk>", "<eos>", *(f"w{n}" for n in range(VOCABULARY - 2))]))
     words = ["import", str(GOLDEN / "plain.pt"), "--out", out, "--vocabulary", str(tmp_path / "vocab.txt")]
+    assert main([*words, "--corpus", "nope"]) == 2
+    assert "nope" in capsys.readouterr().err
     assert main([*words, "--corpus", str(text)]) == 0
+    assert f"next: txl eval {out}\n" in capsys.readouterr().out
     assert main(["eval", out, "--data-dir", str(tmp_path / "data")]) == 0
     told = capsys.readouterr()
     assert str(text) in told.out

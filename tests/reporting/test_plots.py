@@ -148,6 +148,8 @@ def test_the_curve_as_svg_stands_alone(tmp_path):
     text = (tmp_path / "curve.svg").read_text()
     assert "var(--" not in text
     assert "stdlib, test split, 640,400 targets, step-00004000" in texts(text)
+    save_memory_curve([row | {"temperature": 1.5, "dtype": "bfloat16"} for row in rows()], tmp_path / "curve.svg")
+    assert "temperature 1.5, computed in bfloat16" in texts((tmp_path / "curve.svg").read_text())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@ import math
 import pytest
 
 import txl
-from txl.reporting.wording import change_text, counted, plain, short_name
+from txl.config import with_options
+from txl.reporting.wording import change_text, counted, layers_text, plain, short_name
 from txl.units import duration_text, quality_text
 
 
@@ -44,18 +45,27 @@ def test_only_what_cannot_be_shown_is_escaped():
 
 
 @pytest.mark.parametrize(
-    ("preset", "name", "width"),
+    ("preset", "name", "layers"),
     [
-        ("stdlib-tiny", "Transformer-XL", 128),
-        ("wt103-ablation-no-memory", "Transformer-XL without memory", 380),
-        ("wt103-ablation-shaw-no-memory", "Transformer with Shaw et al.'s encoding without memory", 380),
-        ("enwik8-vanilla-small", "Vanilla Transformer", 256),
-        ("wt103-adaptive", "Transformer with sinusoids at its input", 1024),
-        ("wt103-lstm", "LSTM", 1760),
-        ("ptb-awd-lstm", "AWD-LSTM", 1150),
-        ("ptb-qrnn", "QRNN", 1550),
+        ("stdlib-tiny", "Transformer-XL", "4 layers of width 128"),
+        ("wt103-ablation-no-memory", "Transformer-XL without memory", "16 layers of width 380"),
+        (
+            "wt103-ablation-shaw-no-memory",
+            "Transformer with Shaw et al.'s encoding without memory",
+            "16 layers of width 380",
+        ),
+        ("enwik8-vanilla-small", "Vanilla Transformer", "6 layers of width 256"),
+        ("wt103-adaptive", "Transformer with sinusoids at its input", "16 layers of width 1024"),
+        ("wt103-lstm", "LSTM", "3 layers of width 1760, the last of 400"),
+        ("ptb-awd-lstm", "AWD-LSTM", "3 layers of width 1150, the last of 400"),
+        ("ptb-qrnn", "QRNN", "4 layers of width 1550, the last of 400"),
     ],
 )
-def test_a_model_is_called_what_it_is(preset, name, width):
+def test_a_model_is_called_what_it_is(preset, name, layers):
     model = txl.preset(preset).model
-    assert (model.display_name, model.layer_width) == (name, width)
+    assert (model.display_name, layers_text(model)) == (name, layers)
+
+
+def test_the_only_layer_is_as_wide_as_the_last():
+    run = with_options(txl.preset("ptb-awd-lstm"), {"model.n_layer": "1"})
+    assert layers_text(run.model) == "1 layer of width 400"

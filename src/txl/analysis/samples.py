@@ -27,7 +27,8 @@ def draw_contexts(
     """Draw ascending positions in a split, each with room for a context and its continuation.
 
     Contexts begin at lines that are not empty, if the vocabulary shows line ends and the split has enough lines.
-    Contexts overlap only if the split has no room for `count` separate ones.
+    Positions are drawn one after another, each separate from those before it. If that leaves room for fewer than
+    `count`, the others overlap them.
 
     Args:
         tokens: token ids of the split.

@@ -54,8 +54,9 @@ def add_parser(commands: Subparsers) -> None:
         nargs="?",
         const="run",
         choices=("run", "rms", "sgd"),
-        help="let the model adapt to what it has coded: as it was last measured with (run; the default), or by a rule "
-        f"of txl dynamic; without a measurement, sgd at learning rate {_LEARNING_RATE}",
+        help="let the model adapt to what it has coded: by the rule, rates and segment of the last dynamic evaluation "
+        f"in its log (run; the default; without one, sgd at learning rate {_LEARNING_RATE}), or by a rule of txl "
+        "dynamic",
     )
     parser.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="of --dynamic rms or sgd")
     parser.add_argument("--dynamic-decay", type=float, metavar="X", help="of --dynamic rms or sgd (default: 0)")
@@ -100,7 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Compress the file, and print sizes and speed."""
     if (arguments.model is None) != arguments.online:
         raise UserError("expected one of --model DIR and --online")
-    given = [name for name in ("mem_len", "window", "clamp_len", "checkpoint") if getattr(arguments, name) is not None]
+    of_model = ("mem_len", "window", "clamp_len", "checkpoint", "data_dir")
+    given = [name for name in of_model if getattr(arguments, name) is not None]
     if arguments.online and given:
         raise UserError(f"--{given[0].replace('_', '-')} is for a trained model; leave it out with --online")
     rule_options = ("dynamic_learning_rate", "dynamic_decay", "segment")
@@ -125,10 +127,9 @@ def run(arguments: argparse.Namespace) -> None:
             }
         else:
             coded = {"model": _load(arguments, lengths=True), "dynamic": _dynamic(arguments)}
-            verify = ["--model", arguments.model]
-            for name in ("checkpoint", "data_dir"):
+            for name in ("model", "checkpoint", "data_dir"):
                 if getattr(arguments, name) is not None:
-                    verify += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+                    verify.append(f"--{name.replace('_', '-')}={getattr(arguments, name)}")
         start = time.perf_counter()
         progress, move = progress_bar("compressing", quiet=arguments.json or size is None)
         with progress, output(None if arguments.out == "-" else arguments.out, binary=True) as sink:
@@ -145,6 +146,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_decompress(arguments: argparse.Namespace) -> None:
     """Decompress the file, and print sizes and speed."""
+    given = [name for name in ("checkpoint", "data_dir") if getattr(arguments, name) is not None]
+    if given and arguments.model is None:
+        raise UserError(f"--{given[0].replace('_', '-')} belongs to --model DIR, which is missing")
     with _source(arguments) as (source, size):
         from txl.compression.files import decompress
 

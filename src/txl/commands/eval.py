@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,7 +105,26 @@ def run(arguments: argparse.Namespace) -> None:
     statistics = None
     if dynamic is not None:
         statistics = _statistics(model, vocabulary, directory, corpus, dynamic, settings, arguments)
-    results = _measure(model, tokens, settings, dynamic, statistics, arguments)
+    results: list[EvaluationResult] = []
+    try:
+        _measure(model, tokens, settings, dynamic, statistics, arguments, results.append)
+    except (KeyboardInterrupt, SystemExit):
+        if not results:
+            raise
+        _finish(directory, checkpoint, corpus, results, arguments)
+        say(f"stopped after {len(results)} of {len(arguments.mem_lens)} memory lengths")
+        raise
+    _finish(directory, checkpoint, corpus, results, arguments)
+
+
+def _finish(
+    directory: RunDirectory,
+    checkpoint: Path,
+    corpus: Corpus,
+    results: list[EvaluationResult],
+    arguments: argparse.Namespace,
+) -> None:
+    """Record and print the results."""
     refuse_not_a_number([result.nll for result in results], checkpoint)
     described, hint = _describe(directory, checkpoint, corpus, results[0], arguments.split)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
@@ -147,8 +167,9 @@ def _measure(
     dynamic: DynamicRequest | None,
     statistics: GradientStatistics | None,
     arguments: argparse.Namespace,
-) -> list[EvaluationResult]:
-    """Return one result, or one for each memory length of `--mem-lens`."""
+    on_result: Callable[[EvaluationResult], None],
+) -> None:
+    """Call `on_result` with the result, or with one for each memory length of `--mem-lens` as soon as it is there."""
     from txl.evaluation.dynamic import evaluate_dynamically
     from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
     from txl.evaluation.sliding import evaluate_sliding
@@ -159,17 +180,18 @@ def _measure(
     with progress:
         if dynamic is not None:
             result = evaluate_dynamically(model, tokens, dynamic.adaptation, statistics, **settings, **limits, **lanes)
-            return [refuse_divergence(result)]
-        if arguments.sliding is not None:
+            on_result(refuse_divergence(result))
+        elif arguments.sliding is not None:
             sliding = {name: settings[name] for name in ("dtype", "temperature", "clamp_len")}
             if arguments.batch is not None:
                 sliding["batch_size"] = arguments.batch
-            return [evaluate_sliding(model, tokens, context=arguments.sliding, **sliding, **limits)]
-        if arguments.mem_lens is None:
-            return [evaluate(model, tokens, **settings, **limits, **lanes)]
-        others = {name: value for name, value in settings.items() if name != "mem_len"}
-        others["window"] = arguments.window
-        return evaluate_memory_lengths(model, tokens, arguments.mem_lens, **others, **limits, **lanes)
+            on_result(evaluate_sliding(model, tokens, context=arguments.sliding, **sliding, **limits))
+        elif arguments.mem_lens is None:
+            on_result(evaluate(model, tokens, **settings, **limits, **lanes))
+        else:
+            others = {name: value for name, value in settings.items() if name != "mem_len"}
+            others |= {"window": arguments.window, "on_result": on_result}
+            evaluate_memory_lengths(model, tokens, arguments.mem_lens, **others, **limits, **lanes)
 
 
 def _describe(

@@ -101,7 +101,7 @@ def print_rows(rows: Sequence[Evaluation]) -> None:
     lanes = "1 lane" if first["batch_size"] == 1 else f"{first['batch_size']} lanes"
     dropped = f"; {first['dropped']:,} not scored (--exhaustive scores them)" if first["dropped"] else ""
     if first["sliding"]:
-        print(f"{first['tokens']:,} targets, each from the {first['segment']} tokens before it alone")
+        print(f"{first['tokens']:,} targets, each from at most {first['segment']} tokens before it")
     else:
         print(f"{first['tokens']:,} targets in {lanes}, segments of {first['segment']}{dropped}")
     last = rows[-1]  # in `txl cache`, the row with a cache

@@ -43,7 +43,8 @@ def add_parser(commands: Subparsers) -> None:
         "generate",
         help="continue a prompt",
         example='txl generate runs/mine --prompt "The river"',
-        description="Continue a prompt. Text appears as it is made; the run's log keeps its beginning.",
+        description="Continue a prompt. Text appears as it is made, or with --samples and --json when it is whole; the "
+        "run's log keeps its beginning.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -91,6 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.allocator import keep_freed_memory
     from txl.data.detokenise import detokenise
     from txl.generation.text import generate, generate_samples
+    from txl.native.build import compiled_code
 
     keep_freed_memory()
     if arguments.seed is None:
@@ -113,9 +115,15 @@ def run(arguments: argparse.Namespace) -> None:
         "compile": not arguments.no_compile,
         "detokenise": tokenised_as,
     }
-    if arguments.samples == 1 and not arguments.json:
-        texts = [_stream(shown, generate(model, vocabulary, prompt, **common, **how))]
-    else:
+    with compiled_code(not arguments.no_compile):
+        if arguments.samples == 1 and not arguments.json:
+            beginning: list[str] = []
+            try:
+                _stream(shown, generate(model, vocabulary, prompt, **common, **how), beginning)
+            finally:  # a text that is interrupted is logged too
+                if beginning:
+                    record_sample(run_directory, checkpoint, shown, "".join(beginning), common)
+            return
         texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common, **how)
         if arguments.json:
             print_json(
@@ -135,19 +143,16 @@ def run(arguments: argparse.Namespace) -> None:
         record_sample(run_directory, checkpoint, shown, text, common)
 
 
-def _stream(prompt: str, pieces: Iterator[str]) -> str:
-    """Print the prompt and then the text while it is generated; return the text, or the beginning of a long text."""
+def _stream(prompt: str, pieces: Iterator[str], beginning: list[str]) -> None:
+    """Print the prompt and then the text while it is generated; its first pieces are appended to `beginning`."""
     first = next(pieces, "")  # any notes are printed while the first piece is generated, and so not within the text
     sys.stdout.write(prompt)
-    shown = []
     for piece in chain([first], pieces):
+        if len(beginning) < KEPT:  # generation may run for days, and the log keeps no more
+            beginning.append(piece)
         sys.stdout.write(piece)
         sys.stdout.flush()
-        shown.append(piece)
-        if len(shown) > KEPT:  # generation may run for days, and the log keeps no more
-            shown.pop()
     sys.stdout.write("\n")
-    return "".join(shown)
 
 
 def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: JsonObject) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_json, add_out, config_options
+from txl.commands.options import add_config_options, add_json, add_out, check_corpus, config_options
 from txl.commands.output import print_json
 from txl.config import leaf_fields, shown
 from txl.errors import UserError
@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{stated.model.chosen_by}, but only checkpoints of Transformer-XL are imported")
     given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
     given &= {item.name for item in dataclasses.fields(stated.model) if item.init}
+    check_corpus(arguments.corpus)
     stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -69,6 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         vocabulary=vocabulary,
         model_options={name: getattr(stated.model, name) for name in given},
         data=stated.data,
+        name=None if Path(arguments.path).expanduser().exists() else Path(arguments.path).name,
     )
     if arguments.json:
         print_json({"directory": str(out), "model": config.to_dict()["model"], "notes": notes})
@@ -78,4 +80,4 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name:26} {shown(value)}")
     for note in notes:
         print(f"note: {note}")
-    print(f"imported into {out}; next: txl eval {out} --corpus my.txt")
+    print(f"imported into {out}; next: txl eval {out}" + ("" if arguments.corpus else " --corpus my.txt"))

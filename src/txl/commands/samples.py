@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> None:
     lengths = tested_lengths(arguments, config)
     from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
+    from txl.native.build import compiled_code
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
     from txl.runs.corpus import training_tokens
 
@@ -83,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     assert vocabulary is not None  # run_corpus has refused None
     out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(lengths, arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling)
-    with ProgressByPart(quiet=arguments.json) as progress:
+    with ProgressByPart(quiet=arguments.json) as progress, compiled_code(not arguments.no_compile):
         samples = make_samples(
             model,
             vocabulary,

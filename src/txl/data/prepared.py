@@ -287,6 +287,8 @@ def read_meta(directory: Path) -> JsonObject:
         meta = read_json(directory / "meta.json")
         if meta["format"] != META_FORMAT:
             raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
+        if missing := sorted({"name", "unit", "vocabulary_size"} - meta.keys()):
+            raise UserError(f"{directory}: damaged (meta.json has no {missing[0]})")
         width = np.dtype(meta["dtype"]).itemsize
         for split, record in meta["splits"].items():
             path = directory / f"{split}.tokens"

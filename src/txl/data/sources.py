@@ -359,8 +359,8 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
             return below
         for parent in parents:
             raise UserError(
-                f"{folder}: {parent.relative_to(root)} in it has folders named after splits; give {parent} (or give the "
-                f"files as a glob to split them by position)"
+                f"{folder}: {parent.relative_to(root)} in it has folders named after splits; give {parent} (or give "
+                f"the files as a glob to split them by position)"
             )
         several = [below] if any(below.values()) else []
     several = several or _numbered(paths)
@@ -388,10 +388,9 @@ def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[P
     for path in paths:
         folders = path.relative_to(root).parts[:-1]
         for depth, folder in enumerate(folders):
-            if split := next(
-                (each for each in SPLITS if re.fullmatch(_SPLIT_WORDS[each], folder, re.IGNORECASE)), None
-            ):
-                below.setdefault(root.joinpath(*folders[:depth]), []).append((split, path))
+            splits = [each for each, words in _SPLIT_WORDS.items() if re.fullmatch(words, folder, re.IGNORECASE)]
+            if splits:
+                below.setdefault(root.joinpath(*folders[:depth]), []).append((splits[0], path))
                 break
 
     def is_text(path: Path, parent: Path) -> bool:
@@ -408,7 +407,7 @@ def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[P
 
 
 def _numbered(paths: list[Path]) -> list[dict[str, list[Path]]]:
-    """Return the texts whose names give a split and a number, such as train1.txt, if a folder has them for two splits."""
+    """Return the texts with a split and a number in their names, such as train1.txt, if a folder has two splits."""
     at: dict[Path, list[tuple[str, Path]]] = {}
     for path in paths:
         name = _COMPRESSED_END.sub("", path.name)

@@ -112,7 +112,7 @@ def measure_dynamic(
         max_tokens=tune_tokens,
         **settings,
     )
-    common = {**settings, "max_tokens": max_tokens, "progress": progress}
+    common = {"batch_size": 1, **settings, "max_tokens": max_tokens, "progress": progress}
     static = evaluate(model, measured, **common)
     adapted = evaluate_dynamically(model, measured, tuned.adaptation, statistics, **common)
     return DynamicGain(tuned, static, adapted)

@@ -24,7 +24,7 @@ from jaxtyping import Bool, Int64
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from txl.config import Lengths, Limit, same_length, validate_temperature
+from txl.config import Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
 from txl.errors import UserError
 from txl.files import JsonObject
@@ -245,9 +245,13 @@ def evaluate_memory_lengths(
     """Evaluate the same targets at several memory lengths, and call `on_result` with each result once it is computed.
 
     `settings` are keyword arguments of `evaluate`.
+
+    Raises:
+        UserError: before the first evaluation, if the model cannot have one of the memory lengths.
     """
     for mem_len in mem_lens:
-        Lengths(mem_len).validate()
+        window = same_length(mem_len, settings.get("window"))
+        model.init_state(1, mem_len=mem_len, window=window, clamp_len=settings.get("clamp_len"))
     results = []
     for mem_len in mem_lens:
         result = evaluate(model, tokens, mem_len=mem_len, **settings)

@@ -78,8 +78,9 @@ class DecodeEngine:
         max_streams: largest number of streams at the same time.
         dtype: dtype of weights, keys and values; None: the model's own. With another dtype, the engine holds a copy of
             the weights, converted once.
-        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: PyTorch, operation by operation. If
-            the compiled library is not available, a warning is logged once.
+        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: a step of PyTorch's operations, each
+            of which the compiled library may still compute (`txl.native.build.compiled_code` forbids it). If the
+            library is not available, a warning is logged once.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
     """
 

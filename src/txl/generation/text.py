@@ -220,7 +220,7 @@ def generate_samples(
     """Return several continuations of a prompt, computed together; arguments and errors as in `generate`."""
     ids = encode_prompt(vocabulary, prompt)
     assert vocabulary is not None  # encode_prompt has refused None
-    writers = [_Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop)) for _ in range(samples)]
+    StopStrings(stop)  # refuses an empty string
     steps = generate_tokens(
         model,
         ids,
@@ -235,8 +235,11 @@ def generate_samples(
         dtype=dtype,
         compile=compile,
     )
-    texts = [""] * samples
+    texts, writers = list[str](), list[_Writer]()
     for tokens in steps:
+        if not writers:  # made here, because the first step refuses more samples than memory holds
+            writers = [_Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop)) for _ in range(samples)]
+            texts = [""] * samples
         for lane, (token, writer) in enumerate(zip(tokens.tolist(), writers, strict=True)):
             texts[lane] += writer.push(token)
         if all(writer.ended for writer in writers):

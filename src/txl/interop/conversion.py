@@ -15,7 +15,7 @@ from torch import Tensor
 
 from txl.config import MODEL_FIELDS, FieldValues, TransformerXLConfig
 from txl.errors import UserError
-from txl.interop.source import Source
+from txl.interop.source import Source, window_after
 
 FREE = {name for name, field in MODEL_FIELDS.items() if not field.item.metadata.get("changes_weights")}
 FREE.add("layer_norm_eps")
@@ -68,8 +68,7 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
         stated[name] = value
     memory, window = (source.settings.get(name) for name in ("mem_len", "window"))
     if memory is not None and window is not None and "mem_len" in options and "window" not in options:
-        # The file's window comes from `same_length` and depends on memory: a query sees mem_len or mem_len + 1 keys.
-        stated["window"] = options["mem_len"] + window - memory if options["mem_len"] > 0 else None
+        stated["window"] = window_after(memory, window, options["mem_len"])
     for name, value in found.items():
         if name == "div_val" and not n_cluster_of(tensors):
             stated.pop(name, None)  # without clusters there is nothing to divide

@@ -38,6 +38,7 @@ from txl.errors import UserError
 from txl.files import JsonObject, follow_umask, make_scratch, reason_of
 from txl.interop.conversion import FREE, floating
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
+from txl.interop.source import window_after
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors, verify_belongs
 from txl.runs.directory import RunDirectory
@@ -323,6 +324,9 @@ def read_own_export(
         if name not in FREE and name in known and known[name] != value:
             raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
         known[name] = list(value) if isinstance(value, tuple) else value
+    memory, window = (stated.get(name) for name in ("mem_len", "window"))
+    if "mem_len" in options and "window" not in options and None not in (memory, window):
+        known["window"] = window_after(memory, window, options["mem_len"])
     model = model_from_dict(known)
     if not isinstance(model, TransformerXLConfig):
         raise UserError(f"{folder}: {model.chosen_by}; only Transformer-XL itself is exported and imported")

@@ -59,6 +59,7 @@ def import_run(
     vocabulary: Vocabulary | None = None,
     model_options: JsonObject | None = None,
     data: DataConfig | None = None,
+    name: str | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """Import a foreign checkpoint into a new run directory.
 
@@ -68,6 +69,7 @@ def import_run(
         vocabulary: vocabulary that replaces the checkpoint's; None: the checkpoint's.
         model_options: fields of `TransformerXLConfig` that the file does not state.
         data: default text of `txl eval`; None: `txl eval` requires an option that names the text.
+        name: name of the run; None: that of the file or directory.
 
     Returns:
         The run's configuration, and notes for the user.
@@ -90,7 +92,7 @@ def import_run(
     vocabulary = vocabulary or source.vocabulary
     if vocabulary is not None and len(vocabulary) != n_token:
         raise UserError(f"the vocabulary has {len(vocabulary)} symbols, the checkpoint {n_token}; expected the same")
-    run = _configuration(path, source, model, vocabulary, data)
+    run = _configuration(name or path.resolve().name, source, model, vocabulary, data)
     if tested is not None:
         lengths = {"mem_len": model.mem_len, "window": model.window, "clamp_len": model.clamp_len}
         run.eval = dataclasses.replace(tested, **lengths)
@@ -107,9 +109,9 @@ def import_run(
 
 
 def _configuration(
-    path: Path, source: Source, model: TransformerXLConfig, vocabulary: Vocabulary | None, data: DataConfig | None
+    name: str, source: Source, model: TransformerXLConfig, vocabulary: Vocabulary | None, data: DataConfig | None
 ) -> RunConfig:
-    run = RunConfig(name=path.resolve().name, model=model)
+    run = RunConfig(name=name, model=model)
     run.data = dataclasses.replace(data or DataConfig(corpus=""))
     if vocabulary is not None:
         run.data.unit = vocabulary.kind  # pyright: ignore[reportAttributeAccessIssue]

@@ -77,6 +77,9 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     Raises:
         UserError: if the model cannot be imported, or a value has the wrong type.
     """
+    for name in ("attn_type", "ext_len", "sample_softmax", "cutoffs", "same_length", "mem_len"):
+        if isinstance(stated.get(name), Tensor):
+            raise UserError(f"{path}: {name} is a tensor; expected a plain value")
     refuse_encoding(stated.get("attn_type"), path)
     refuse_extended_context(stated.get("ext_len"), path)
     refuse_sampled_softmax(stated.get("sample_softmax"), path)

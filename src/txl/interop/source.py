@@ -71,6 +71,11 @@ def window_of(same_length: object, mem_len: object, itself_extra: bool) -> int |
     return mem_len + 1 if itself_extra else mem_len
 
 
+def window_after(mem_len: int, window: int, new_mem_len: int) -> int | None:
+    """Return the window after a change of the memory length: it grows with memory, as that of `same_length` does."""
+    return new_mem_len + window - mem_len if new_mem_len > 0 else None
+
+
 def length_or_none(value: object) -> int | None:
     """Return a clamp from the authors' notation; None for -1 or 0, which mean no clamp."""
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

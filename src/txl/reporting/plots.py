@@ -26,7 +26,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
 from txl.reporting.style import DARK, LIGHT
-from txl.reporting.wording import plain, split_text
+from txl.reporting.wording import arithmetic_words, manner_words, plain, split_text
 from txl.runs.events import Evaluation, EvaluationFigures, TrainEvent, ValidEvent
 from txl.units import quality, quality_label, quality_text
 
@@ -248,9 +248,10 @@ def save_memory_curve(rows: Sequence[Evaluation], path: Path) -> None:
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         draw_memory_curve(axes, rows, first["unit"])
+        manner = ", ".join([*manner_words(first), *arithmetic_words(first)])
         axes.set_title(
             f"{plain(first['corpus'])}, {split_text(first['split'])}, {first['tokens']:,} targets, "
-            f"{first['checkpoint']}",
+            f"{first['checkpoint']}" + (f"\n{manner}" if manner else ""),
             fontsize=9.5,
             loc="left",
             parse_math=False,

@@ -21,6 +21,7 @@ from txl.reporting.wording import (
     arithmetic_words,
     change_text,
     counted,
+    layers_text,
     manner_words,
     settings_text,
     short_name,
@@ -98,8 +99,8 @@ def _header(config: RunConfig, found: Findings) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
     title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
-        f"{config.model.display_name}, {found.start['total_parameters']:,} parameters in "
-        f"{counted(config.model.n_layer, 'layer')} of width {config.model.layer_width}, reading "
+        f"{config.model.display_name}, {found.start['total_parameters']:,} parameters in {layers_text(config.model)}, "
+        f"reading "
         f"{token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
         f"{duration_text(last['elapsed'])}, begun {_day(found.stretches[0]['time'])}."
     )

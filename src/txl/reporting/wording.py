@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unicodedata import category
 
+from txl.config import ModelConfig
 from txl.data.corpora import Corpus, is_named
 from txl.data.sources import WHOLE, is_cut
 from txl.files import JsonObject
@@ -72,6 +73,14 @@ def arithmetic_words(row: EvaluationFigures) -> list[str]:
     """Return in words the clamp of an evaluation, if it has one, and the precision, if it is not float32."""
     words = [] if row["clamp_len"] is None else [f"distances clamped at {row['clamp_len']:,}"]
     return words if row["dtype"] == "float32" else [*words, f"computed in {row['dtype']}"]
+
+
+def layers_text(model: ModelConfig) -> str:
+    """Return the number of a model's layers and their width in words."""
+    words, last = counted(model.n_layer, "layer"), model.last_width
+    if model.n_layer == 1 or last == model.layer_width:
+        return f"{words} of width {last}"
+    return f"{words} of width {model.layer_width}, the last of {last}"
 
 
 def split_text(split: str) -> str:
