@@ -1,0 +1,340 @@
+"""`txl train --minutes`: the command, what it times, and how its runs go on."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from txl.benchmarking import minutes as measuring
+from txl.benchmarking import workloads
+from txl.benchmarking.workloads import training_workload
+from txl.cli import main
+from txl.config import RunConfig, with_options
+from txl.data.facts import TextFacts
+from txl.errors import UserError
+from txl.presets.minutes import (
+    AIM,
+    FEWEST_STEPS,
+    StepTimes,
+    TokenizedText,
+    base_run,
+    choose,
+)
+from txl.presets.small import stdlib_bpe
+from txl.runs.directory import RunDirectory
+from txl.training.loop import TrainingLoop
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "my.txt"
+    words = random.Random(1).choices(["alpha", "beta", "gamma", "delta\n"], k=15_000)
+    path.write_text(" ".join(words), encoding="utf-8")
+    return path
+
+
+TINY = [
+    *("--model.n-layer", "1", "--model.d-model", "32", "--train.batch-size", "2", "--train.segment", "8"),
+    *("--model.mem-len", "8", "--eval.mem-len", "8", "--eval.window", "none", "--eval.segment", "8"),
+]
+
+
+class Train:
+    """`txl train`, with a measurement that always reports two seconds per step."""
+
+    def __init__(self, text: Path, folder: Path):
+        self.text, self.folder = text, folder
+        self.measured: list[RunConfig] = []
+
+    def speed(self, run: RunConfig, *_: object) -> StepTimes:
+        self.measured.append(run)
+        return StepTimes(2.0, 1e-5)
+
+    def __call__(self, *words: str, out: str = "run") -> int:
+        self.measured.clear()
+        given = ["--data.corpus", str(self.text), "--out", str(self.folder / out), "--device", "cpu"]
+        return main(["train", *given, "--data-dir", str(self.folder / "data"), *TINY, *words])
+
+
+@pytest.fixture
+def train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    command = Train(text, tmp_path)
+    monkeypatch.setattr(measuring, "measured_speed", command.speed)
+    return command
+
+
+def without_checkpoints(run: Path) -> None:
+    """Leave a run as if its first steps had failed."""
+    shutil.rmtree(run / "checkpoints")
+    for name in ("latest", "best"):
+        (run / name).unlink()
+
+
+def test_the_command_trains_what_it_chose(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    run, said = RunDirectory(tmp_path / "run").config(), capsys.readouterr().err
+    assert FEWEST_STEPS <= run.train.steps <= 60 * AIM / 2
+    assert (run.name, run.data.unit, run.model.n_layer) == ("1-minutes", "byte", 1)
+    assert [line.split(":")[0] for line in said.splitlines()[:6]].count("text") == 1
+    assert f"{run.train.steps:,} steps" in said
+    assert len(train.measured) == 1, "shape and batch were given"
+
+
+def test_a_run_that_begins_with_it_does_not_keep_its_plan(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    first, second = tmp_path / "run", tmp_path / "second"
+    assert RunDirectory(first).config().train.planned_minutes is not None
+    words = ["train", str(first), "--init-from", str(first), "--out", str(second), "--train.steps", "2"]
+    assert main([*words, "--device", "cpu", "--data-dir", str(tmp_path / "data")]) == 0
+    assert RunDirectory(second).config().train.planned_minutes is None
+
+
+def test_the_same_command_goes_on_without_choosing_again(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert train("--minutes", "1") == 0
+    config = (tmp_path / "run" / "config.json").read_bytes()
+    assert [train("--minutes", "1"), train()] == [0, 0]
+    assert not train.measured
+    assert (tmp_path / "run" / "config.json").read_bytes() == config
+    assert train("--minutes", "2") == 2
+    assert "holds the run 1-minutes" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Killed(BaseException):
+        """Imitated end of the process."""
+
+    assert train("--minutes", "1", out="whole") == 0
+    config = json.loads((tmp_path / "whole" / "config.json").read_text())
+    evaluate_and_save, stopped = TrainingLoop._evaluate_and_save, []
+
+    def stop_in_the_middle(loop: TrainingLoop, step: int, is_last: bool) -> None:
+        evaluate_and_save(loop, step, is_last)
+        if step == 7 and not stopped:
+            stopped.append(step)
+            raise Killed
+
+    # The choice depends on elapsed time, so the stopped run is given the configuration of the complete run.
+    chosen = RunConfig.from_dict(config)
+    monkeypatch.setattr("txl.commands.train._chosen", lambda *_: chosen)
+    monkeypatch.setattr(TrainingLoop, "_evaluate_and_save", stop_in_the_middle)
+    with pytest.raises(Killed):
+        train("--minutes", "1", out="stopped")
+    monkeypatch.setattr("txl.commands.train._chosen", None)
+    assert stopped
+    assert train("--minutes", "1", out="stopped") == 0
+    losses = [
+        [event["nll"] for event in RunDirectory(tmp_path / name).events() if event["event"] == "valid"][-1]
+        for name in ("whole", "stopped")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--minutes", "1", "--dry-run") == 0
+    assert "train.planned_minutes" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--minutes", "0"], "--minutes is 0; expected a number above 0"),
+        (["--minutes", "-3"], "--minutes is -3"),
+        (["--minutes", "nan"], "--minutes is nan"),
+        (["--minutes", "inf"], "--minutes is inf"),
+        (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
+        (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
+        (["--minutes", "5", "--train.steps", "100"], "--minutes determines the steps"),
+        (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
+        (["--minutes", "5", "--extend"], "--extend and --minutes"),
+        (["--minutes", "5", "--data.unit", "word"], "--data.unit word"),
+        (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
+        (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
+        (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: --minutes supports"),
+        (["--minutes", "5", "--train.tf32"], "train.tf32 needs an NVIDIA GPU"),
+        (["--minutes", "5", "--train.eval-batch-size", "9000"], "(--train.eval-batch-size, --train.eval-every 0)"),
+        (["--minutes", "5", "--train.segment", "20000"], "2 lanes of "),
+        (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
+        (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
+        (["--minutes", "0.05"], "remain for training"),
+        (["--minutes", "5", "--train.learning-rate", "-1"], "train.learning_rate is -1.0"),
+        (["--minutes", "5", "--train.segment", "-4"], "train.segment is -4"),
+        (["--minutes", "5", "--train.batch-size", "0"], "train.batch_size is 0"),
+        (["--minutes", "5", "--train.micro-batches", "3"], "train.micro_batches"),
+        (["--minutes", "5", "--data.max-words", "5"], "data.max_words"),
+        ([], "no preset is named"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(
+    train: Train, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert train(*words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    assert not train.measured or "remain for training" in said
+
+
+def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
+    train: Train, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.doc").touch()
+    assert train("--minutes", "5") == 2
+    assert "it contains thesis.doc" in capsys.readouterr().err
+    assert main(["train", "--minutes", "5", "--corpus", str(text)]) == 2
+    assert "--out is missing" in capsys.readouterr().err
+    assert not train.measured
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_is_timed_is_what_is_trained(dtype: str):
+    run = with_options(stdlib_bpe(), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "1"})
+    model, _ = training_workload(run, 64, "cpu")
+    assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
+    run.model.attention = "compiled"
+    if dtype == "float64":
+        with pytest.raises(UserError, match="cannot train in torch.float64"):
+            training_workload(run, 64, "cpu")
+
+
+def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workloads, "compile_layers", lambda *_: "no compiler")
+    run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "1"})
+    training_workload(run, 64, "cpu", must_compile=False)
+    with pytest.raises(UserError, match="no working compiler here"):
+        training_workload(run, 64, "cpu")
+
+
+def test_time_that_went_by_in_the_choice_is_counted(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = measuring.choose
+
+    def slow(*given):
+        choice = real(*given)
+        monkeypatch.setattr(measuring, "AIM", -1.0)  # as if the minute had passed
+        return choice
+
+    monkeypatch.setattr(measuring, "choose", slow)
+    assert train("--minutes", "1") == 2
+    assert "0:00 remain for training" in capsys.readouterr().err
+
+
+def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--train.average-from", "9", "--train.min-learning-rate", "0.004") == 0
+    run = RunDirectory(tmp_path / "run").config()
+    assert run.train.average_from == 9
+    late = {"train.average_from": "5000", "train.min_learning_rate": "0.005"}
+    measuring._check_options(base_run(60, bfloat16=True), late, "cpu")
+
+
+def test_several_processes_do_not_choose(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train("--minutes", "1") == 2
+    assert "--minutes measures one process" in capsys.readouterr().err
+
+
+def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    first = RunDirectory(tmp_path / "run").config()
+    without_checkpoints(tmp_path / "run")
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    assert not train.measured, "the same text and options go on with the choice"
+    without_checkpoints(tmp_path / "run")
+    train.text.rename(tmp_path / "other.txt")
+    train.text = tmp_path / "other.txt"
+    assert train("--minutes", "1") == 0
+    assert train.measured
+    second = RunDirectory(tmp_path / "run").config()
+    assert (first.data.unit, second.data.unit, second.data.corpus) == ("byte", "bpe", str(train.text))
+
+
+def test_a_choice_without_a_checkpoint_gives_way_to_another_number_of_minutes(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    without_checkpoints(tmp_path / "run")
+    assert train("--minutes", "2", "--data.unit", "byte") == 0
+    assert RunDirectory(tmp_path / "run").config().name == "2-minutes"
+
+
+def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").write_config(stdlib_bpe())
+    assert train("--minutes", "2") == 2
+    assert "holds the run stdlib-bpe, which --minutes 2 did not choose" in capsys.readouterr().err
+
+
+def test_without_evaluations_none_is_timed(text: Path):
+    given = {"data.corpus": str(text), "data.unit": "byte", "train.eval_every": "0", "train.eval_batch_size": "9000"}
+    run = with_options(stdlib_bpe(), given | {"model.n_layer": "1", "train.batch_size": "2"})
+    corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).evaluated_token == math.inf
+    facts = TokenizedText(TextFacts(60_000, 20_000, 60), 60_000, 3000, 256)
+    choice = choose(run, facts, 60, lambda run: StepTimes(0.1, math.inf), given)
+    assert choice.run.train.steps == 600
+
+
+def test_a_fork_does_not_keep_the_plan(train: Train, tmp_path: Path):
+    assert train("--minutes", "1", "--data.unit", "byte") == 0
+    planned = RunDirectory(tmp_path / "run").config().train.planned_minutes
+    assert train("--fork", "--train.steps", "2", "--train.warmup-steps", "1") == 0
+    assert RunDirectory(tmp_path / "run-fork-1").config().train.planned_minutes is None
+    assert train("--fork") == 0
+    assert RunDirectory(tmp_path / "run").config().train.planned_minutes == planned, "no fork was needed"
+
+
+def test_shapes_that_the_machine_or_the_text_has_no_room_for_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch):
+    run = with_options(stdlib_bpe(), {"data.corpus": str(text), "data.unit": "byte", "train.batch_size": "9000"})
+    corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).step == math.inf, "lanes shorter than a segment"
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(measuring, "training_workload", full)
+    run.train.batch_size = 2
+    assert measuring.measured_speed(run, corpus, "cpu", 1.0).step == math.inf
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, monkeypatch: pytest.MonkeyPatch):
+    precisions = []
+    monkeypatch.setattr(workloads, "check_trainable", lambda *_: None)
+    real = workloads.training_step
+
+    def watched(*given, **options):
+        precisions.append(torch.get_float32_matmul_precision())
+        return real(*given, **options)
+
+    monkeypatch.setattr(workloads, "training_step", watched)
+    run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
+    training_workload(run, 64, "cpu")[1]()
+    assert precisions == ["high" if tf32 else "highest"]
+
+
+def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "small.txt").write_text("too little\n" * 100)
+    assert train("--minutes", "5", "--data.corpus", str(tmp_path / "small.txt")) == 2
+    assert "990 bytes to train on" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
+
+
+@pytest.mark.parametrize(("planned", "lines"), [("0.0001", 1), ("100", 0)])
+def test_a_run_that_takes_longer_than_planned_says_so_once(
+    train: Train, planned: str, lines: int, capsys: pytest.CaptureFixture[str]
+):
+    few = ["--train.steps", "30", "--train.log-every", "3", "--train.warmup-steps", "1", "--train.eval-every", "0"]
+    assert train("stdlib-tiny", *few, "--train.planned-minutes", planned) == 0
+    assert capsys.readouterr().err.count("slower than when the run was planned") == lines
