@@ -127,19 +127,21 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
 
         Raises:
-            ValueError: for a mask with gaps, padding after the tokens in memory, padding in a first segment where the
-                mask has ones, or labels that are not tokens or have another shape.
+            ValueError: for a mask with gaps, padding after the tokens in memory, padding before text in a
+                first segment where the mask has ones, or labels that are not tokens or have another shape.
         """
         n_seen = 0 if past_key_values is None else past_key_values.n_seen
         is_padding = input_ids == self.config.vocab_size  # the tokenizer's padding
         if attention_mask is None and n_seen == 0:
             attention_mask = ~is_padding
         text = _text_in_mask(attention_mask, input_ids, n_seen)
-        if n_seen == 0 and attention_mask is not None and bool((is_padding & attention_mask.bool()).any()):
-            raise ValueError("input_ids has padding where attention_mask has ones; padding cannot be read")
+        if n_seen == 0 and attention_mask is not None:
+            has_text_after = (~is_padding).flip(1).cumsum(1).flip(1) > 0
+            if bool((is_padding & attention_mask.bool() & has_text_after).any()):
+                raise ValueError("input_ids has padding before text where attention_mask has ones; it cannot be read")
         state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
-        # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it: in a
-        # later segment, `generate` fills lanes with padding after their text has ended.
+        # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it, not
+        # even if the mask has ones for it: `generate` fills lanes with padding after their text has ended.
         input_ids = input_ids.masked_fill(is_padding, 0)
         if text is None:
             hidden, state = self.model.hidden_states(input_ids, state)

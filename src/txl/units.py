@@ -32,7 +32,7 @@ def metric(unit: str, nll: float) -> tuple[str, str]:
 
 
 def ppl_text(ppl: float) -> str:
-    """Return a perplexity as text: four digits, or more for thousands; from a million on, three and an exponent."""
+    """Return a perplexity as text with four digits or more; from a million on, with three digits and an exponent."""
     if ppl >= 1e6:
         return f"{ppl:.3g}"
     return f"{ppl:.3f}" if ppl < 10 else f"{ppl:.2f}" if ppl < 1000 else f"{ppl:,.0f}"

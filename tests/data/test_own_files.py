@@ -64,7 +64,9 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(tmp_path):
         ("Train.txt", "VALID.txt", "Test.txt"),
         ("Train/a.txt", "Valid/a.txt", "Test/a.txt"),
         ("training/a.txt", "validation/a.txt", "test/a.txt"),
-        ("training.txt", "valid.txt", "test.txt"),
+        ("train.txt", "valid.txt", "test.txt", "training.txt", "training_curve.csv"),
+        ("train/a.txt", "valid/a.txt", "test/a.txt", "training/log.md"),
+        ("training/a.en", "dev/a.en", "test/a.en", "more/docs/dev/a.txt", "more/docs/test/a.txt"),
         ("train1.txt", "valid1.txt", "test1.txt", "notes.md"),
         ("europarl.train.en", "europarl.dev.en", "europarl.test.en", "README"),
         ("text8.train", "text8.valid", "text8.test"),
@@ -93,6 +95,8 @@ def test_splits_are_known_by_their_names(names, tmp_path):
         (("training/a.txt", "test/a.txt"), "but no valid split; expected valid/a.txt too"),
         (("train1.txt", "train2.txt", "test1.txt"), "but no valid split; expected valid1.txt too"),
         (("wiki/train/a.txt", "wiki/valid/a.txt", "wiki/test/a.txt"), "wiki in it has folders named after splits"),
+        (("wiki/train/a.en", "wiki/dev/a.en", "wiki/test/a.en"), "wiki in it has folders named after splits"),
+        (("wiki/train/a.txt", "wiki/test/a.txt"), "wiki in it has folders named after splits"),
     ],
 )
 def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, said, tmp_path):
@@ -105,6 +109,7 @@ def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, s
 def test_folders_of_source_code_may_be_called_train_and_test(tmp_path):
     write(tmp_path, "src/train.py", "src/test.py", "tests/test_train.py", "test/test_a.py", "dev/notes.txt")
     write(tmp_path, "examples/train/README.md", "examples/test/README.md", "training/loop.py")
+    write(tmp_path, "docs/dev/a.txt", "docs/test/a.txt", "docs/training/a.md")
     assert len(split_bytes(str(tmp_path))["train"]) > 300
 
 
@@ -167,7 +172,7 @@ def test_a_relative_glob_is_found_in_a_folder_whose_name_looks_like_a_glob(tmp_p
     assert txl.open_corpus(corpus.name, data_dir=tmp_path / "data", quiet=True).directory == corpus.directory
 
 
-@pytest.mark.parametrize("name", ["a.zip", "a.txt.bz2", "a.txt.GZ"])
+@pytest.mark.parametrize("name", ["a.zip", "a.txt.bz2", "a.txt.GZ", "a.tar", "a.tar.gz"])
 def test_compressed_files_of_other_kinds_are_not_read_as_text(name, tmp_path):
     write(tmp_path, name)
     message = refusal(str(tmp_path / name), tmp_path / "data")
@@ -175,6 +180,8 @@ def test_compressed_files_of_other_kinds_are_not_read_as_text(name, tmp_path):
     assert message.endswith(said)
     write(tmp_path, "novel.txt")
     assert refusal(str(tmp_path), tmp_path / ".data").endswith(said)
+    with pytest.raises(UserError, match="files of this kind are not read"):
+        txl.open_corpus(str(tmp_path / name), whole=True, data_dir=tmp_path / ".data", quiet=True)
     write(tmp_path, "train.txt", "valid.txt", "test.txt")
     assert split_bytes(str(tmp_path))["test"].startswith(b"test.txt"), "files that are not read do not matter"
 

@@ -400,8 +400,10 @@ def test_padding_that_would_be_read_is_refused(exported):
     model, tokenizer = exported
     batch = tokenizer("a<|pad|>b", return_tensors="pt")
     assert batch["attention_mask"].all()
-    with pytest.raises(ValueError, match="padding cannot be read"):
+    with pytest.raises(ValueError, match="it cannot be read"):
         model(**batch)
+    tokens = batch["input_ids"][:, [0, 2, 1]]  # padding at the end, as `generate` adds it without a cache
+    assert torch.equal(model(tokens, attention_mask=torch.ones_like(tokens)).logits[:, :2], model(tokens[:, :2]).logits)
 
 
 def test_every_tokenizer_pads(exported):

@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> None:
     try:
         _measure(model, tokens, settings, dynamic, statistics, arguments, results.append)
     except (KeyboardInterrupt, SystemExit):
-        if not results:
+        if not results or arguments.mem_lens is None:
             raise
         _finish(directory, checkpoint, corpus, results, arguments)
         say(f"stopped after {len(results)} of {len(arguments.mem_lens)} memory lengths")

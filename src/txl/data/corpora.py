@@ -25,6 +25,7 @@ from txl.data.sources import (
     Piece,
     Pieces,
     find_files,
+    refuse_archives,
     stdlib_files,
     stdlib_pieces,
     user_pieces,
@@ -203,6 +204,7 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
         return _open(name, name, stdlib_files(), lambda: stdlib_pieces(config.unit), recipe, folder, quiet)
     label, files = Path(name).stem, own_files(name)
     if whole:
+        refuse_archives(files)
         pieces = {WHOLE: [Piece(path) for path in files]}
         return _open(name, f"{label}-{WHOLE}", files, lambda: pieces, recipe, folder, quiet, told_apart=[WHOLE])
     return _open(name, label, files, lambda: user_pieces(name), recipe, folder, quiet)

@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
@@ -33,13 +33,15 @@ TRAIN_END, VALID_END = 0.90, 0.95
 COMPRESSED = (".gz", ".xz", ".zst")
 _COMPRESSED_BLOCK = 1 << 10
 """Compressed bytes of a .zst file read at a time; repetitive text grows ten thousandfold when decompressed."""
-_SPLIT_WORDS = {"train": "training|train", "valid": "valid|validation|val|dev", "test": "test"}
+_SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
 """Words for each split in file and folder names, as regular expressions."""
+_SPLIT_OF_FOLDER = {word: split for split, words in _SPLIT_WORDS.items() for word in words.split("|")}
+_SPLIT_OF_FOLDER["training"] = "train"
 _COMPRESSED_END = re.compile(r"\.(gz|xz|zst)$", re.IGNORECASE)
 _TEXT_END = re.compile(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)$", re.IGNORECASE)
 _CODE_END = re.compile(r"\.(py|ipynb|sh|js|ts|c|cc|cpp|cu|h|java|go|rs|jl|lua|pl|rb|r)$", re.IGNORECASE)
 """Ends of file names of programs, which may happen to be called train and test."""
-_UNREADABLE = re.compile(r"\.(bz2|zip|tgz|7z|rar|lz4|lzma|br|z)$", re.IGNORECASE)
+_UNREADABLE = re.compile(r"\.(bz2|zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz4|lzma|br|z)$|\.tar\.(gz|xz|zst)$", re.IGNORECASE)
 """Ends of file names of archives and compressed files that are not decompressed."""
 
 
@@ -190,8 +192,14 @@ def _is_utf8(path: Path) -> bool:
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a user's text is cut by position, because it has no files named after the splits."""
-    return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
+    """Return whether a user's text is cut by position, because it has no files named after the splits.
+
+    A text that an earlier version has cut, and whose splits cannot be told apart, counts as cut.
+    """
+    try:
+        return not Path(text).is_dir() or _named_splits(Path(text), find_files(text)) is None
+    except UserError:
+        return True
 
 
 def user_pieces(text: str) -> Pieces:
@@ -206,9 +214,7 @@ def user_pieces(text: str) -> Pieces:
     """
     paths = find_files(text)
     named = _named_splits(Path(text), paths) if Path(text).is_dir() else None
-    for path in paths if named is None else (path for found in named.values() for path in found):
-        if _is_unreadable(path):
-            raise UserError(f"{path}: files of this kind are not read; expected text, or .gz, .xz or .zst")
+    refuse_archives(paths if named is None else chain(*named.values()))
     if named is not None:
         return {split: [Piece(path) for path in found] for split, found in named.items()}
     sizes = [content_size(path) for path in paths]
@@ -259,9 +265,11 @@ def find_files(text: str) -> list[Path]:
     return found
 
 
-def _is_unreadable(path: Path) -> bool:
-    """Return whether a file's name is that of an archive, or of a compression that is not read."""
-    return bool(_UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED))
+def refuse_archives(paths: Iterable[Path]) -> None:
+    """Refuse files whose names are those of archives, or of a compression that is not read."""
+    for path in paths:
+        if _UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
+            raise UserError(f"{path}: files of this kind are not read; expected text, or .gz, .xz or .zst")
 
 
 def _each_once(paths: list[Path]) -> list[Path]:
@@ -381,29 +389,36 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
 def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[Path]]]:
     """Return the files below folders named after splits, by the parent of these folders.
 
-    Only parents with texts of two splits count. In the root, any file that is not a program may be text; further below,
-    where folders may have such names for other reasons, only a file whose name ends like that of a text.
+    The names `training` and `dev` have other uses too: the first counts only without a folder `train` beside it, the
+    second only beside one. A parent counts if its folders are those of all splits, or of two splits with texts. Below
+    the root, where folders have such names for many reasons, one of them must be for training; all of them must have a
+    file that is not a program, or two of them a file whose name ends like that of a text.
     """
     below: dict[Path, list[tuple[str, Path]]] = {}
     for path in paths:
-        folders = path.relative_to(root).parts[:-1]
-        for depth, folder in enumerate(folders):
-            splits = [each for each, words in _SPLIT_WORDS.items() if re.fullmatch(words, folder, re.IGNORECASE)]
-            if splits:
-                below.setdefault(root.joinpath(*folders[:depth]), []).append((splits[0], path))
-                break
+        folders = [folder.lower() for folder in path.relative_to(root).parts[:-1]]
+        depth = next((depth for depth, folder in enumerate(folders) if folder in _SPLIT_OF_FOLDER), None)
+        if depth is not None:
+            below.setdefault(root.joinpath(*path.relative_to(root).parts[:depth]), []).append((folders[depth], path))
 
-    def is_text(path: Path, parent: Path) -> bool:
-        name = _COMPRESSED_END.sub("", path.name)
-        return not _CODE_END.search(name) if parent == root else bool(_TEXT_END.search(name))
+    def count(found: dict[str, list[Path]], is_text: Callable[[str], bool]) -> int:
+        names = ([_COMPRESSED_END.sub("", path.name) for path in files] for files in found.values())
+        return sum(any(map(is_text, each)) for each in names)
 
-    found = {parent: _by_split(files) for parent, files in below.items()}
-    return {
-        parent: splits
-        for parent, splits in found.items()
-        if sum(any(is_text(path, parent) for path in files) for files in splits.values()) > 1
-        or (parent == root and all(splits.values()))
-    }
+    parents = {}
+    for parent, files in below.items():
+        names = {name for name, _ in files}
+        left_out = {"training"} if "train" in names else set() if "training" in names else {"dev"}
+        found = _by_split((_SPLIT_OF_FOLDER[name], path) for name, path in files if name not in left_out)
+        prose = count(found, lambda name: not _CODE_END.search(name))
+        if parent == root:
+            counts = all(found.values()) or prose > 1
+        else:
+            texts = count(found, lambda name: bool(_TEXT_END.search(name)))
+            counts = bool(found["train"]) and (prose == len(SPLITS) or texts > 1)
+        if counts:
+            parents[parent] = found
+    return parents
 
 
 def _numbered(paths: list[Path]) -> list[dict[str, list[Path]]]:
@@ -437,7 +452,7 @@ def _mixed(root: Path, several: list[dict[str, list[Path]]]) -> str:
     if missing is None or len(several) > 1:
         return f"{listed}, more than one for a split"
     name, words = next(iter(held.items()))
-    expected = re.sub(words, missing, name, count=1, flags=re.IGNORECASE)
+    expected = re.sub(f"training|{words}", missing, name, count=1, flags=re.IGNORECASE)
     return f"{listed}, but no {missing} split; expected {expected} too"
 
 

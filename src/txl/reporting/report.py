@@ -100,8 +100,7 @@ def _header(config: RunConfig, found: Findings) -> str:
     title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
         f"{config.model.display_name}, {found.start['total_parameters']:,} parameters in {layers_text(config.model)}, "
-        f"reading "
-        f"{token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
+        f"reading {token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
         f"{duration_text(last['elapsed'])}, begun {_day(found.stretches[0]['time'])}."
     )
     state = ""
