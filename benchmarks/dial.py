@@ -322,16 +322,17 @@ ROUNDS = 5
 """Number of measurements of each configuration's step; the median counts."""
 
 
-def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]) -> dict[str, Any]:
+def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]], command: str) -> None:
     """Train configurations, and for `check` the choice of `--minutes`, for the same time; score the test split.
 
     The choice and the seconds of a step are measured first, which requires an idle machine. The runs that follow do not
-    depend on the machine's load.
+    depend on the machine's load. The record is written after each of them; `chosen_over_best` is there after the last.
     """
-    results = {}
+    results: dict[str, dict[str, Any]] = {}
     planned = {text: plans(given, text, configurations) for text in given.texts}
     for text, runs in planned.items():
-        rows = {}
+        rows: dict[str, dict[str, Any]] = {}
+        results[Path(text).name] = {"runs": rows}
         for name, run in runs.items():
             folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
             out = RunDirectory(given.work / folder)
@@ -342,11 +343,10 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
             scored = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
             rows[name] = {"bits_per_byte": scored.bits_per_byte, "steps": run.train.steps, "model": asdict(run.model)}
             print(f"{text}, {given.minutes:g} minutes, {name}: {scored.bits_per_byte:.4f} bits a byte", flush=True)
-        results[Path(text).name] = {"runs": rows}
-        if "chosen" in rows:
-            best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
-            results[Path(text).name]["chosen_over_best"] = rows["chosen"]["bits_per_byte"] / best
-    return {"minutes": given.minutes, "texts": results}
+            if "chosen" in rows and len(rows) == len(runs):
+                best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
+                results[Path(text).name]["chosen_over_best"] = rows["chosen"]["bits_per_byte"] / best
+            write(given.record, command, {"minutes": given.minutes, "texts": results})
 
 
 def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]]) -> dict[str, RunConfig]:
@@ -419,7 +419,7 @@ def main() -> None:
             configurations = {
                 f"{size:,} byte pairs": HAND_MADE["narrow"] | {"data.vocab_size": str(size)} for size in given.sizes
             }
-        write(given.record, command, compare(given, configurations))
+        compare(given, configurations, command)
     else:
         torch.set_num_threads(1)
         found = []
