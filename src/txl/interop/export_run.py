@@ -324,10 +324,8 @@ def read_own_export(
         if name not in FREE and name in known and known[name] != value:
             raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
         known[name] = list(value) if isinstance(value, tuple) else value
-    memory, window = (stated.get(name) for name in ("mem_len", "window"))
-    if "mem_len" in options and "window" not in options and isinstance(memory, int) and isinstance(window, int):
-        if 0 <= window - memory <= 1:  # the window follows memory
-            known["window"] = window_after(memory, window, options["mem_len"])
+    if "mem_len" in options and "window" in stated and "window" not in options:
+        known["window"] = window_after(stated.get("mem_len"), stated["window"], options["mem_len"])
     model = model_from_dict(known)
     if not isinstance(model, TransformerXLConfig):
         raise UserError(f"{folder}: {model.chosen_by}; only Transformer-XL itself is exported and imported")

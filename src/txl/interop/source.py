@@ -15,6 +15,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -71,8 +72,10 @@ def window_of(same_length: object, mem_len: object, itself_extra: bool) -> int |
     return mem_len + 1 if itself_extra else mem_len
 
 
-def window_after(mem_len: int, window: int, new_mem_len: int) -> int | None:
-    """Return the window after a change of the memory length: it grows with memory, as that of `same_length` does."""
+def window_after(mem_len: object, window: Any, new_mem_len: int) -> Any:
+    """Return the window after a change of the memory length, which that of `same_length` follows and others do not."""
+    if not isinstance(mem_len, int) or not isinstance(window, int) or not 0 <= window - mem_len <= 1:
+        return window
     return new_mem_len + window - mem_len if new_mem_len > 0 else None
 
 
