@@ -260,11 +260,11 @@ class TrainingLoop:
                 targets,
                 memory,
                 train,
-                progress=count / train.steps,
-                abandon=self._is_to_stop,
-                void=void,
-                tail_rows=rows,
-                lengths=several,
+                count / train.steps,
+                self._is_to_stop,
+                void,
+                rows,
+                several,
             )
         except Exception as error:
             # The terminal sends Ctrl-C to the compiler too, if torch.compile runs it at that moment.
