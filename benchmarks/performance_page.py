@@ -74,12 +74,12 @@ def roofline(record: Record) -> str:
         rows.append([work["name"], f"{intensity:,.1f}", f"{rate / 1e9:,.1f}", bound, f"{rate / roof:.2f}"])
     return (
         f"This machine reads memory at {bandwidth / 1e9:.1f} GB/s. Work with fewer than "
-        f"{best['float32'] / bandwidth:.0f} operations a byte is bound by reading, other work by arithmetic (float32). "
+        f"{best['float32'] / bandwidth:.0f} operations per byte is bound by reading, other work by arithmetic (float32). "
         "Rate of square matrix products, GFLOP/s:\n\n"
         f"{table(['size', *rates], by_size)}\n\n"
         "enwik8-12L in float32, compared with these limits. Each byte counts once: weights, and the keys, values and "
         "W_kR R of memory.\n\n"
-        f"{table(['work', 'operations a byte', 'GFLOP/s', 'bound by', 'share of the limit'], rows)}\n"
+        f"{table(['work', 'operations per byte', 'GFLOP/s', 'bound by', 'share of the limit'], rows)}\n"
     )
 
 
@@ -173,7 +173,7 @@ def peers(record: Record) -> str:
         "that our speed reaches; the limit is the bandwidth for reading weights and memory once, or the rate of the "
         "largest matrix products.\n\n"
         "![Times faster than Hugging Face's model, by kind of work](../images/speed.svg)\n\n"
-        f"{table(['work', 'shape', 'our arithmetic', 'times faster', 'aim', 'reached'], rows)}\n"
+        f"{table(['work', 'shape', 'our dtype', 'times faster', 'aim', 'reached'], rows)}\n"
     )
 
 
@@ -192,7 +192,7 @@ def segment_profile(record: Record) -> str:
     return (
         "Shares of the time of a segment read without gradients. In parentheses: the rate of that part's operations, "
         "relative to the machine's largest matrix products.\n\n"
-        f"{table(['shape', 'arithmetic', *parts], rows)}\n"
+        f"{table(['shape', 'dtype', *parts], rows)}\n"
     )
 
 
@@ -206,7 +206,7 @@ def training_profile(record: Record) -> str:
         ]
         for row in record["rows"]
     ]
-    heads = ["shape", "arithmetic", *record["rows"][0]["share"]]
+    heads = ["shape", "dtype", *record["rows"][0]["share"]]
     return f"Shares of a training step's time, by PyTorch's profiler.\n\n{table(heads, rows)}\n"
 
 
@@ -241,7 +241,7 @@ def compiled(record: Record) -> str:
     shape = f"{record['preset']}, B {first['batch_size']}, T {first['segment']}, M {first['mem_len']}"
     return (
         f"Speed of a training step of {shape} with `--train.compile`, relative to one without.\n\n"
-        f"{table(['arithmetic', 'times as fast'], rows)}\n"
+        f"{table(['dtype', 'times as fast'], rows)}\n"
     )
 
 
@@ -250,16 +250,16 @@ def long_stream(record: Record) -> str:
     return (
         f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
         f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**10:,.0f} KiB. The last losses differ by "
-        f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of a model that reads only "
-        f"the end of the text, and by {record['largest_difference_from_fresh_float64']:.1e} from those of a model that "
-        "reads only the end in float64. Between these two models, which differ in rounding alone, it is "
-        f"{record['rounding_of_fresh_float32']:.1e}.\n"
+        f"{record['largest_difference_from_fresh_float32']:.1e} nats from those of a float32 model that "
+        f"reads only the end of the text, and by {record['largest_difference_from_fresh_float64']:.1e} from those of a "
+        "float64 model that does the same. The latter two models differ from each other by "
+        f"{record['rounding_of_fresh_float32']:.1e}, by rounding alone.\n"
     )
 
 
 READ_AS = {
     "stdlib": "the standard library's sources in BPE tokens",
-    "enwik8": "the head of enwik8 in bytes",
+    "enwik8": "the first 4.2 MB of enwik8 in bytes",
     "ptb": "Penn Treebank in words",
 }
 
@@ -317,7 +317,7 @@ SECTIONS = (
         ("quality",),
         "`stdlib` was measured before `stdlib-bpe` had `qk_norm`.",
     ),
-    Section("Beside Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
+    Section("Compared with Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
     Section(
         "The roofline",
         "scaling",

@@ -319,7 +319,9 @@ def reasons(
         why = " (BPE would take too long to prepare)"
     model, train = run.model, run.train
     rate = f", dropout {model.dropout:g}" if model.dropout else ""
-    compared = f"the least expected loss of {choice.tried} timed" if choice.tried > 1 else "shape and batch were given"
+    compared = "shape and batch were given"
+    if choice.tried > 1:
+        compared = f"lowest expected loss of {choice.tried} configurations timed"
     end = "; more passes would not help, so it ends early" if choice.ends_early else ""
     return (
         f"text: {facts.bytes:,} bytes to train on, {script}, compresses {facts.bytes / facts.compressed_bytes:.1f} "
