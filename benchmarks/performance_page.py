@@ -73,8 +73,8 @@ def roofline(record: Record) -> str:
         bound = "reading" if intensity * bandwidth < best["float32"] else "arithmetic"
         rows.append([work["name"], f"{intensity:,.1f}", f"{rate / 1e9:,.1f}", bound, f"{rate / roof:.2f}"])
     return (
-        f"This machine reads memory at {bandwidth / 1e9:.1f} GB/s. Work with fewer than "
-        f"{best['float32'] / bandwidth:.0f} operations per byte is bound by reading, other work by arithmetic (float32). "
+        f"This machine reads memory at {bandwidth / 1e9:.1f} GB/s. In float32, work with fewer than "
+        f"{best['float32'] / bandwidth:.0f} operations per byte is bound by reading, other work by arithmetic. "
         "Rate of square matrix products, GFLOP/s:\n\n"
         f"{table(['size', *rates], by_size)}\n\n"
         "enwik8-12L in float32, compared with these limits. Each byte counts once: weights, and the keys, values and "

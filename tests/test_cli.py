@@ -75,6 +75,10 @@ def test_train_eval_generate_report(story, data_dir, tmp_path, capsys):
     samples = json.loads(capsys.readouterr().out)["samples"]
     assert len(samples) == 2
     assert "The " + samples[0] + "\n" == texts[0]
+    logged = [event for event in RunDirectory(out).events() if event["event"] == "sample"][-2:]
+    assert [(event["seed"], event["text"]) for event in logged] == [(3, samples[0]), (4, samples[1])]
+    assert main([*generate[:-1], "4"]) == 0
+    assert capsys.readouterr().out == "The " + samples[1] + "\n"
 
     assert main(["report", str(out), *where]) == 0
     assert capsys.readouterr().out.strip() == str(out / "report.html")

@@ -6,11 +6,13 @@ import json
 import math
 import random
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.training.test_trainer import stop_after
 from txl.benchmarking import minutes as measuring
 from txl.benchmarking import workloads
 from txl.benchmarking.workloads import training_workload
@@ -28,6 +30,7 @@ from txl.presets.minutes import (
 )
 from txl.presets.small import stdlib_bpe
 from txl.runs.directory import RunDirectory
+from txl.training import loop as loop_module
 from txl.training.loop import TrainingLoop
 
 
@@ -338,3 +341,25 @@ def test_a_run_that_takes_longer_than_planned_says_so_once(
     few = ["--train.steps", "30", "--train.log-every", "3", "--train.warmup-steps", "1", "--train.eval-every", "0"]
     assert train("stdlib-tiny", *few, "--train.planned-minutes", planned) == 0
     assert capsys.readouterr().err.count("slower than when the run was planned") == lines
+
+
+def test_the_pace_after_resuming_is_that_of_several_steps(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    few = ["--train.steps", "60", "--train.log-every", "1", "--train.warmup-steps", "1", "--train.eval-every", "0"]
+    words = ["stdlib-tiny", *few, "--train.planned-minutes", "0.5"]
+    with monkeypatch.context() as patch:
+        stop_after(patch, 30)
+        assert train(*words) == 130
+    real, steps = loop_module.training_step, []
+
+    def slow_at_first(*given):
+        steps.append(1)
+        if len(steps) == 1:
+            time.sleep(1.5)  # as if the first step of a process compiled something
+        return real(*given)
+
+    monkeypatch.setattr(loop_module, "training_step", slow_at_first)
+    assert train(*words) == 0
+    assert len(steps) == 30
+    assert "slower than" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import txl
 from txl.commands.options import bounded_int
-from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean, is_out_of_memory
 
 COMMANDS = {
     "start": ("demo", "presets", "data"),
@@ -32,9 +32,6 @@ COMMANDS = {
     "shell": ("completion",),
 }
 """Modules of `txl.commands` by task, in the order of the help."""
-
-_NO_ROOM = r"out of memory|not enough memory|can't allocate|calculation overflowed"
-"""Pattern of PyTorch's messages for tensors that do not fit into memory; the last part is for sizes beyond 64 bits."""
 
 
 _PLAIN = {
@@ -223,8 +220,7 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except (MemoryError, RuntimeError) as error:
-        # PyTorch has no single class for this: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU.
-        if not isinstance(error, MemoryError) and not re.search(_NO_ROOM, str(error)):
+        if not is_out_of_memory(error):
             raise
         return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")
 

@@ -55,3 +55,15 @@ def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> st
 
     near = difflib.get_close_matches(given, list(known), n=3, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an error says that a tensor does not fit into memory.
+
+    PyTorch has no single class for this: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU, one of
+    them for sizes beyond 64 bits.
+    """
+    wordings = ("out of memory", "not enough memory", "can't allocate", "calculation overflowed")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
+    )

@@ -26,7 +26,8 @@ from txl.errors import ProcessLost, UserError
 
 _TIMEOUT = timedelta(minutes=10)
 """Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection."""
-
+_LOST_PEER = re.compile(r"gloo|nccl|[Cc]onnection (closed|reset)")
+"""What PyTorch's errors say if the connection to another process is gone."""
 
 T = TypeVar("T")
 
@@ -150,17 +151,26 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
     store, rank, count = next(rendezvous("env://", timeout=_TIMEOUT))
+    # Torchrun's store keeps its values; under a name of its own, a second run in the same processes reads none of them.
+    time_here = store.add(f"begun-{rank}", 1)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo",
-        store=PrefixStore("groups", store),
+        store=PrefixStore(f"groups-{time_here}", store),
         rank=rank,
         world_size=count,
         timeout=_TIMEOUT,
     )
     with _lost_peers_named():
-        yield Processes(rank, count, PrefixStore("txl", store)), device
+        yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
         dist.barrier()  # a process that leaves early looks like one that died
     dist.destroy_process_group()
+
+
+def is_lost_peer(error: Exception) -> bool:
+    """Return whether an exchange between processes has failed because another process has died."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
 
 
 @contextmanager
@@ -169,7 +179,7 @@ def _lost_peers_named() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, dist.DistError) or re.search(r"gloo|nccl|[Cc]onnection (closed|reset)", str(error)):
+        if is_lost_peer(error):
             reason = str(error).partition("\n")[0][:200]
             raise ProcessLost(
                 f"another process of this run has died ({reason}); run the same command to go on"

@@ -244,6 +244,24 @@ def test_sigterm_saves_in_all_processes_alike(alone, story, data_dir, tmp_path):
     assert_same_numbers(out, alone, 1e-9)
 
 
+def test_a_second_run_in_the_same_processes_does_not_take_the_answers_of_the_first(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\n"
+        "from txl.processes import processes_of\n"
+        "def slow(number):\n"
+        "    time.sleep(0.5)\n"
+        "    return number\n"
+        "for number in (1, 2):\n"
+        "    with processes_of('cpu') as (processes, _):\n"
+        "        answer = processes.first_does('which run is it', lambda: slow(number))\n"
+        "    assert answer == number, (processes.rank, answer, number)\n"
+    )
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    made = subprocess.run(words, timeout=240, capture_output=True)
+    assert made.returncode == 0, made.stderr
+
+
 def test_mistakes_are_told_once(story, data_dir, tmp_path):
     process = torchrun(tmp_path / "run", tmp_path / "missing.txt", data_dir, EXACT)
     _, errors = process.communicate(timeout=120)

@@ -186,12 +186,12 @@ def attention_record(
     }
 
 
-def marked(weights: np.ndarray, keys: int, share: float = TOP) -> list[int]:
-    """Return the rising indices of the `share` of tokens in reach (the last `keys`) that has the largest weights."""
+def marked(weights: np.ndarray, keys: int) -> list[int]:
+    """Return the rising indices of the tokens in reach (the last `keys`) with the largest weights, a share `TOP`."""
     first = len(weights) - keys
     # Among equal weights, the nearest tokens are preferred, which are the last ones.
     order = np.lexsort((-np.arange(keys), -weights[first:]))
-    return sorted((first + order[: math.ceil(share * keys)]).tolist())
+    return sorted((first + order[: math.ceil(TOP * keys)]).tolist())
 
 
 def token_texts(vocabulary: Vocabulary, ids: Iterable[int]) -> list[str]:

@@ -115,7 +115,6 @@ class Backend:
     """A way to compute A^rel. Every backend supports windows, memories of different lengths and untied biases."""
 
     name: str
-    what: str
     train: RelativeAttention
     """Function for segments with gradients or dropout; not used in training if `kernel` is set."""
     read: RelativeAttention = attention_without_gradients
@@ -208,25 +207,22 @@ class Backend:
 BACKENDS = {
     each.name: each
     for each in (
-        Backend("reference", "the equations, one query at a time", reference_attention, reference_attention),
-        Backend(
-            "shifted",
-            "one product for all distances, read through a shifted view",
-            shifted_attention,
-            compiled_step=True,
-        ),
+        # The equations, one query at a time.
+        Backend("reference", reference_attention, reference_attention),
+        # One product for all distances, read through a shifted view.
+        Backend("shifted", shifted_attention, compiled_step=True),
+        # A block of keys at a time in code compiled for the CPU, without a matrix of all scores.
         Backend(
             "compiled",
-            "a block of keys at a time in code compiled for the CPU, no matrix of all scores",
             compiled_attention,
             compiled_step=True,
             devices=("cpu",),
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=_compiled_obstacle,
         ),
+        # Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores.
         Backend(
             "triton",
-            "Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores",
             triton_attention,
             train_reads_on="cuda",
             compiled_step=True,
@@ -234,9 +230,9 @@ BACKENDS = {
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=why_not_triton,
         ),
+        # Plain fused attention over wider heads, by `scaled_dot_product_attention` or by FlexAttention.
         Backend(
             "factorised",
-            "plain fused attention over wider heads (`scaled_dot_product_attention`)",
             shifted_attention,
             kernel=DotProductKernel,
             any_encoding=False,
@@ -247,7 +243,6 @@ BACKENDS = {
         ),
         Backend(
             "flex",
-            "plain fused attention over wider heads (FlexAttention)",
             shifted_attention,
             kernel=FlexKernel,
             devices=("cuda",),

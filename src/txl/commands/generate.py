@@ -139,8 +139,8 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             for number, text in enumerate(texts, start=1):
                 print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
-    for text in texts:
-        record_sample(run_directory, checkpoint, shown, text, common)
+    for number, text in enumerate(texts):  # sample i is drawn with seed + i (`generate_samples`)
+        record_sample(run_directory, checkpoint, shown, text, common | {"seed": (arguments.seed + number) % 2**63})
 
 
 def _stream(prompt: str, pieces: Iterator[str], beginning: list[str]) -> None:

@@ -372,6 +372,8 @@ def pick_device(name: str | None) -> str:
     import torch
 
     chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.startswith("cpu:"):
+        chosen = "cpu"  # there is one
     try:
         torch.zeros(1, device=chosen).item()
         if chosen.startswith("cuda:"):

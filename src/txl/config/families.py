@@ -57,8 +57,8 @@ def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> Mo
     result = as_family(model, family)
     lacking = {}
     for name, value in given.items():
-        if name in ("family", *family.__dataclass_fields__):
-            object.__setattr__(result, name, value)
+        if name in family.__dataclass_fields__:
+            setattr(result, name, value)
         else:
             lacking[name] = value
     result.refuse_lacking(lacking)

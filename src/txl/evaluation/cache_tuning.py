@@ -56,7 +56,7 @@ class CacheTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Names of the parameters, theta or lambda, whose best value is the first or last one tried."""
+        """Names of the parameters, theta or lambda, whose best value is the first or last one tried (theta 0: not)."""
         thetas, lambdas = sorted(self.thetas), sorted(self.lambdas)
         found = []
         if len(thetas) > 1 and (self.theta == thetas[-1] or (self.theta == thetas[0] and self.theta > 0)):

@@ -41,7 +41,7 @@ class DynamicTuning:
 
     @property
     def at_edge(self) -> list[str]:
-        """Names of the parameters, learning rate or decay, whose best value is the first or last one tried."""
+        """Names of the parameters (learning rate, a decay above 0) whose best value is the first or last one tried."""
         rates, decays = sorted(self.learning_rates), sorted(self.decays)
         found = []
         if len(rates) > 1 and self.adaptation.learning_rate in (rates[0], rates[-1]):

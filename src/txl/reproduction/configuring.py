@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
 from txl.errors import UserError
@@ -27,13 +28,13 @@ class NotTrained(Exception):
     """Exception for a row that is listed but not trained; its message is the reason.
 
     Args:
-        status: "published only" or "not at this scale".
+        status: status of the row (`RowResult.status`).
         reason: reason in words.
     """
 
-    def __init__(self, status: str, reason: str):
+    def __init__(self, status: Literal["published only", "not at this scale"], reason: str):
         super().__init__(reason)
-        self.status = status
+        self.status: Literal["published only", "not at this scale"] = status
 
 
 def configure(

@@ -21,15 +21,17 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
-from txl.errors import RunInterrupted, TrainingDiverged, UserError
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import measure_cache
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
@@ -68,8 +70,7 @@ class RowResult:
     """Status of a row and its measurements."""
 
     row: Row
-    status: str
-    """One of "done", "failed", "published only", "not at this scale"."""
+    status: Literal["done", "failed", "not finished", "published only", "not at this scale"]
     reason: str = ""
     config: JsonObject | None = None
     parameters: int | None = None
@@ -301,6 +302,8 @@ class Experiment:
         except (Busy, RunInterrupted, KeyboardInterrupt):
             raise
         except Exception as error:
+            if not isinstance(error, (UserError, CommandFailed, ProcessLost, OSError, RuntimeError, MemoryError)):
+                traceback.print_exc()  # a defect of this program, of which the page shows only the last line
             result.status = "failed"
             result.reason = " ".join(f"seed {seed}: {error or type(error).__name__}".split())
             self._say(f"{result.row.key} failed: {result.reason}")

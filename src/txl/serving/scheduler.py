@@ -37,9 +37,9 @@ from txl.serving.work import (
 )
 
 _SCORED_AT_ONCE = 1 << 22
+"""Largest number of log-probabilities (rows times vocabulary) computed at once when text is scored."""
 _PAUSE = 0.005
 """Seconds between two checks whether a client has received more of its event stream."""
-"""Largest number of log-probabilities (rows times vocabulary) computed at once when text is scored."""
 _logger = logging.getLogger(__name__)
 
 

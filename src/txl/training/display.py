@@ -44,7 +44,8 @@ class Pace:
 
     def __init__(self, tokens_read: int):
         self._began = self._ticked = self._step_began = time.perf_counter()
-        self._steps = 0
+        self.steps = 0
+        """Number of steps that this process has made."""
         self.new_line(tokens_read)
 
     def tick(self) -> float:
@@ -59,7 +60,7 @@ class Pace:
     def end_step(self) -> None:
         """Record the end of a step."""
         self._line_seconds += time.perf_counter() - self._step_began
-        self._steps += 1
+        self.steps += 1
 
     def new_line(self, tokens_read: int) -> None:
         """Restart the measurement of the speed, as a log line has been written."""
@@ -71,7 +72,7 @@ class Pace:
 
     def seconds_left(self, steps: int) -> float:
         """Estimate the seconds that `steps` more steps will take, including the work between them."""
-        return steps * (time.perf_counter() - self._began) / self._steps
+        return steps * (time.perf_counter() - self._began) / self.steps
 
 
 class Display:

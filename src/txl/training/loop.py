@@ -140,7 +140,7 @@ class TrainingLoop:
             self.setup.display.show(reading)
             if step % train.log_every == 0 or is_last:
                 self._log(reading)
-                self._report_late(reading)
+                self._report_late(reading, pace)
                 pace.new_line(counters.tokens_read)
             self._evaluate_and_save(step, is_last)
             if self._converged():
@@ -168,10 +168,10 @@ class TrainingLoop:
             elapsed=counters.seconds,
         )
 
-    def _report_late(self, reading: Reading) -> None:
+    def _report_late(self, reading: Reading, pace: Pace) -> None:
         """Report once how long training will take, if it will take longer than planned."""
         train = self.setup.run.train
-        if train.planned_minutes is None or self._told_late or reading.step < _PACE_SHOWS * train.steps:
+        if train.planned_minutes is None or self._told_late or pace.steps < _PACE_SHOWS * train.steps:
             return
         planned, end = 60 * train.planned_minutes, reading.elapsed + reading.seconds_left
         if end > _LATE * planned:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from txl.data.streams import StreamPosition
-from txl.errors import UserError
+from txl.errors import UserError, is_out_of_memory
 from txl.files import JsonObject
 from txl.models.language_model import State
-from txl.processes import Processes
+from txl.processes import Processes, is_lost_peer
 from txl.runs.checkpoints import (
     MODEL_FILE,
     STATE_SHARDS,
@@ -151,8 +151,8 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
     try:
         _restore_tensors(state, setup, checkpoint, averaged, n_process, counters.step)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, UserError):
-            raise
+        if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_peer(error):
+            raise  # the checkpoint is not to blame
         raise UserError(f"{checkpoint}: its training state is not that of this configuration ({error!r})") from None
     train = setup.run.train
     if train.follows_validation and counters.step < train.steps:
