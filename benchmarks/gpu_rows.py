@@ -43,7 +43,7 @@ from txl.training import building, compilation, loop
 from txl.training.budget import peak_bytes, ranked_tokens
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 from txl.training.trainer import Trainer
 
 Figures = dict[str, Any]
@@ -193,8 +193,8 @@ class TrainingCase:
 
     def step(self) -> None:
         """Make one update, without waiting for the device."""
-        given = (self._tokens, self._tokens, self._states, self.run.train)
-        self._made = self._step(self.model, self.optimizer, *given, tail_rows=self._rows)  # pyright: ignore
+        inputs = StepInputs(self._tokens, self._tokens, self._states, tail_rows=self._rows)
+        self._made = self._step(self.model, self.optimizer, inputs, self.run.train)
         self._states = self._made.states
 
     def time(self, bench: Bench) -> Figures:

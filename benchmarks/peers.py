@@ -35,7 +35,7 @@ from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 OUT = Path("results/bench-peers.json")
 AGREE = 2e-4
@@ -223,7 +223,7 @@ def our_training(
     def step() -> None:
         nonlocal states
         tokens = text(work, work.segment)
-        states = training_step(model, optimizer, tokens, tokens, states, run.train).states
+        states = training_step(model, optimizer, StepInputs(tokens, tokens, states), run.train).states
 
     return median_seconds(step)
 

@@ -28,7 +28,7 @@ from txl.attention import BACKENDS, KeyScope
 from txl.config import AttentionName
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 SHAPES = {
     "stdlib-tiny": (16, 4, 32, 128, 20),
@@ -86,7 +86,7 @@ def steps() -> dict[str, float]:
 
             def step(model=model, optimizer=optimizer, states=states, train=train) -> None:
                 tokens = torch.randint(VOCABULARY, (train.batch_size, train.segment))
-                states[:] = training_step(model, optimizer, tokens, tokens, states, train).states
+                states[:] = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
 
             ways[f"{way} {dtype}"] = step
     return least(ways, STEPS)

@@ -24,7 +24,7 @@ import txl
 from txl.config import AttentionName, RunConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 LANES, LAYERS, VOCABULARY = 2, 4, 204
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -54,7 +54,8 @@ def our_step(way: str, length: int, attention: AttentionName = "auto") -> Callab
         state = model.init_state(LANES, mem_len=length)
         hidden = tuple(torch.randn(LANES, length, run.model.d_model) for _ in state.hidden)
         tokens = torch.randint(VOCABULARY, (LANES, length))
-        training_step(model, optimizer, tokens, tokens, [dataclasses.replace(state, hidden=hidden)], train)
+        inputs = StepInputs(tokens, tokens, [dataclasses.replace(state, hidden=hidden)])
+        training_step(model, optimizer, inputs, train)
 
     return step
 

@@ -20,7 +20,7 @@ from txl.allocator import keep_freed_memory
 from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 STEPS = 5
 SHAPES = (("enwik8-12L", 204, 4, 128), ("enwik8-12L", 204, 4, 512), ("stdlib-bpe", 2048, 16, 128))
@@ -58,7 +58,7 @@ def measure(preset: str, vocab_size: int, lanes: int, length: int, dtype: str) -
     def step() -> None:
         nonlocal states
         tokens = torch.randint(vocab_size, (lanes, length))
-        states = training_step(model, optimizer, tokens, tokens, states, train).states
+        states = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
 
     for _ in range(2):
         step()

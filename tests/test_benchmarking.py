@@ -101,7 +101,7 @@ from txl.allocator import keep_freed_memory
 from txl.config import TrainConfig, TransformerXLConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 kept = keep_freed_memory() if sys.argv[1] == "keep" else False
 config = TrainConfig()
 model = build_model(TransformerXLConfig(n_layer=2, d_model=128, n_head=8, d_head=16, d_inner=256, mem_len=256), 64)
@@ -110,7 +110,7 @@ faults = []
 for _ in range(12):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     tokens = torch.randint(64, (4, 256))
-    states = training_step(model, optimizer, tokens, tokens, states, config).states
+    states = training_step(model, optimizer, StepInputs(tokens, tokens, states), config).states
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(int(kept), sum(faults[6:]))
 """

@@ -317,9 +317,9 @@ def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, m
     monkeypatch.setattr(workloads, "check_trainable", lambda *_: None)
     real = workloads.training_step
 
-    def watched(*given, **options):
+    def watched(*given):
         precisions.append(torch.get_float32_matmul_precision())
-        return real(*given, **options)
+        return real(*given)
 
     monkeypatch.setattr(workloads, "training_step", watched)
     run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})

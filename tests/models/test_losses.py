@@ -21,7 +21,7 @@ from txl.models.vanilla import layer_counts
 from txl.runs.directory import RunDirectory
 from txl.training.estimate import parameters_by_part
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 V, B, T = 11, 2, 7
 RECURRENT = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
@@ -126,7 +126,7 @@ def test_a_step_says_how_many_targets_counted(parts):
     tokens, targets = text()
     states = [model.init_state(B // parts) for _ in range(parts)]
     expected, _ = model.nll(tokens, targets, model.init_state(B))
-    result = training_step(model, optimizer, tokens, targets, states, TrainConfig(loss="half"))
+    result = training_step(model, optimizer, StepInputs(tokens, targets, states), TrainConfig(loss="half"))
     assert result.targets == B * 4
     assert result.loss == pytest.approx(expected[:, 3:].mean().item(), abs=1e-12)
 
@@ -172,10 +172,10 @@ def test_a_half_loss_run_goes_on_exactly(story, data_dir, tmp_path, monkeypatch)
 
             real = loop.training_step
 
-            def until_12(*args, real=real):
-                if args[6] >= 12 / 20:
+            def until_12(trained, optimizer, inputs, *args, real=real):
+                if inputs.progress >= 12 / 20:
                     raise KeyboardInterrupt
-                return real(*args)
+                return real(trained, optimizer, inputs, *args)
 
             with monkeypatch.context() as patch:
                 patch.setattr(loop, "training_step", until_12)
@@ -264,7 +264,7 @@ def test_the_step_carries_how_far_training_is():
         model = model_of(DEEP)
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         optimizer = build_optimizer(model, TrainConfig())
-        training_step(model, optimizer, *text(), [model.init_state(B)], TrainConfig(), progress)
+        training_step(model, optimizer, StepInputs(*text(), [model.init_state(B)], progress), TrainConfig())
         changed = {
             name.split(".")[2].split("_")[0]
             for name, parameter in model.named_parameters()

@@ -86,9 +86,9 @@ def test_evaluation_and_checkpoints_use_the_mean_of_the_later_steps(story, data_
     """The expected mean is computed from the trained weights after each step, which the checkpoint also holds."""
     real, weights = loop_module.training_step, []
 
-    def recording(model, *args):
-        result = real(model, *args)
-        weights.append({name: parameter.detach().clone() for name, parameter in model.model.named_parameters()})
+    def recording(trained, *args):
+        result = real(trained, *args)
+        weights.append({name: parameter.detach().clone() for name, parameter in trained.model.named_parameters()})
         return result
 
     monkeypatch.setattr(loop_module, "training_step", recording)

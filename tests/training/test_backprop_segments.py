@@ -25,7 +25,7 @@ from txl.training import loop as loop_module
 from txl.training.budget import peak_bytes
 from txl.training.estimate import estimate
 from txl.training.optimisers import build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
@@ -152,7 +152,8 @@ def test_a_step_in_parts_is_the_step_and_counts_its_targets():
         optimizer = build_optimizer(model, config)
         tokens, targets = (each[:, :14] for each in stream())
         states = [model.init_state(B // parts) for _ in range(parts)]
-        result = training_step(model, optimizer, tokens, targets, states, config, lengths=(7, 7))
+        inputs = StepInputs(tokens, targets, states, lengths=(7, 7))
+        result = training_step(model, optimizer, inputs, config)
         assert result.targets == B * (4 + 4)
         weights.append([result.loss, *(each.detach() for each in model.parameters())])
     assert weights[0][0] == pytest.approx(weights[1][0], abs=1e-12)
@@ -191,9 +192,9 @@ def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path
     """The learning rate is scaled by the length of the whole step, and the log counts the tokens of all segments."""
     taken, real = [], loop_module.training_step
 
-    def noted(model, optimizer, tokens, *rest):
-        taken.append((tokens.shape[1], optimizer.param_groups[0]["lr"]))
-        return real(model, optimizer, tokens, *rest)
+    def noted(trained, optimizer, inputs, *rest):
+        taken.append((inputs.tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        return real(trained, optimizer, inputs, *rest)
 
     monkeypatch.setattr(loop_module, "training_step", noted)
     options = {"train.backprop_segments": "2", "train.schedule": "constant", "train.warmup_steps": "0"}

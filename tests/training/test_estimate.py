@@ -16,7 +16,7 @@ from txl.native import build
 from txl.presets import presets
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import WeightAverage, build_optimizer, optimizer_tensors
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 M_MMAP_THRESHOLD = -3
 """Number of the setting in glibc's malloc.h."""
@@ -32,7 +32,7 @@ def train(run: RunConfig, steps: int, vocab_size: int) -> None:
     average = None if train.average_from is None else WeightAverage(model)
     for _ in range(steps):
         tokens = torch.randint(256, (train.batch_size, train.segment))
-        states = training_step(model, optimizer, tokens, tokens, states, train).states
+        states = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
         if average is not None:
             average.update(model)
 

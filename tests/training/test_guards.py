@@ -235,9 +235,9 @@ def leaping(monkeypatch):
     monkeypatch.setattr(LossWatch, "limit", lambda self, threshold: math.inf if self.count < 3 else self.mean + 5)
 
     def leap_at(position_tokens):
-        def leaping_step(model, optimizer, tokens, *args):
-            result = real(model, optimizer, tokens, *args)
-            if torch.equal(tokens, position_tokens):
+        def leaping_step(trained, optimizer, inputs, *args):
+            result = real(trained, optimizer, inputs, *args)
+            if torch.equal(inputs.tokens, position_tokens):
                 numbers = result.numbers + torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64)
                 return StepResult(numbers, result.skipped, result.states, result.targets)
             return result
@@ -273,9 +273,9 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
     leaping(tokens_of_step(story, data_dir, 7))
     seen, real = [], loop_module.training_step
 
-    def noted(model, optimizer, tokens, *args):
-        seen.append((next(model.parameters()).detach().clone(), tokens))
-        return real(model, optimizer, tokens, *args)
+    def noted(trained, optimizer, inputs, *args):
+        seen.append((next(trained.parameters()).detach().clone(), inputs.tokens))
+        return real(trained, optimizer, inputs, *args)
 
     monkeypatch.setattr(loop_module, "training_step", noted)
     train(run, tmp_path / "run", data_dir)

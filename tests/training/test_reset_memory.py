@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from tests.conftest import small_run
 from tests.training.test_trainer import assert_continues_exactly, train
@@ -16,9 +18,9 @@ from txl.training import loop as loop_module
 def test_lanes_are_emptied_before_a_step_and_fill_again(parts, story, data_dir, tmp_path, monkeypatch):
     before, real = [], loop_module.training_step
 
-    def noted(model, optimizer, tokens, targets, states, *rest):
-        before.append([count for each in states for count in each.filled or (each.length,) * each.batch_size])
-        return real(model, optimizer, tokens, targets, states, *rest)
+    def noted(trained, optimizer, inputs, *rest):
+        before.append([count for each in inputs.states for count in each.filled or (each.length,) * each.batch_size])
+        return real(trained, optimizer, inputs, *rest)
 
     monkeypatch.setattr(loop_module, "training_step", noted)
     run = small_run(str(story), **{"train.reset_memory": "0.4", "train.micro_batches": parts})
@@ -34,10 +36,11 @@ def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path
     losses, real = {}, loop_module.training_step
 
     def run_with(name: str, options: dict[str, str], fresh: bool) -> None:
-        def noted(model, optimizer, tokens, targets, states, *rest):
+        def noted(trained, optimizer, inputs, *rest):
             if fresh:
-                states = [model.model.init_state(each.batch_size) for each in states]
-            result = real(model, optimizer, tokens, targets, states, *rest)
+                states = [trained.model.init_state(each.batch_size) for each in inputs.states]
+                inputs = dataclasses.replace(inputs, states=states)
+            result = real(trained, optimizer, inputs, *rest)
             losses.setdefault(name, []).append(result.loss)
             return result
 
@@ -69,10 +72,10 @@ def test_a_stopped_run_draws_the_same_lanes(options, story, data_dir, tmp_path, 
 def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch):
     before, real = [], loop_module.training_step
 
-    def noted(model, optimizer, tokens, targets, states, *rest):
-        (state,) = states
+    def noted(trained, optimizer, inputs, *rest):
+        (state,) = inputs.states
         before.append([[not bool(each[lane].any()) for each in _by_lane(state)] for lane in range(4)])
-        return real(model, optimizer, tokens, targets, states, *rest)
+        return real(trained, optimizer, inputs, *rest)
 
     def _by_lane(state):
         return [each.movedim(each.shape.index(4), 0) for each in state.to_tensors().values() if 4 in each.shape]

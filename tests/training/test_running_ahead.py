@@ -30,7 +30,7 @@ from txl.training import loop as loop_module
 from txl.training.compilation import WARM, CapturedStep
 from txl.training.optimisers import WeightAverage, build_optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.step import StepResult, training_step
+from txl.training.step import StepInputs, StepResult, training_step
 from txl.training.trainer import Trainer
 
 ADAM = sys.modules[torch.optim.Adam.__module__]
@@ -72,7 +72,8 @@ def test_a_step_does_not_wait_for_the_device(model, optimizer, whole_pytorch):
     for _ in range(2):
         with Waits():
             tokens, targets = sent(text[:, :-1], AHEAD), sent(text[:, 1:], AHEAD)
-            result = training_step(made, optimizer, tokens, targets, states, train_config, void=void, tail_rows=rows)
+            inputs = StepInputs(tokens, targets, states, void=void, tail_rows=rows)
+            result = training_step(made, optimizer, inputs, train_config)
             average.update(made, result.skipped)
         states, void = result.states, result.skipped
         with pytest.raises(Exception, match="meta"):
@@ -156,15 +157,15 @@ def spoil_by_step(monkeypatch) -> None:
     """Make the gradients of the steps `SPOILT` infinite, also when a step is repeated; tokens identify the step."""
     real, texts = loop_module.training_step, []
 
-    def spoiled(*args, **options):
-        tokens = args[2].clone()
+    def spoiled(trained, optimizer, inputs, *args):
+        tokens = inputs.tokens.clone()
         if not any(torch.equal(tokens, each) for each in texts):
             texts.append(tokens)
         number = 1 + next(place for place, each in enumerate(texts) if torch.equal(tokens, each))
         with monkeypatch.context() as patch:
             if number in SPOILT:
                 spoil_gradients(patch, {1})
-            return real(*args, **options)
+            return real(trained, optimizer, inputs, *args)
 
     monkeypatch.setattr(loop_module, "training_step", spoiled)
     monkeypatch.setattr(compilation, "training_step", spoiled)
@@ -181,9 +182,9 @@ def test_memory_that_is_not_finite_is_emptied_before_the_next_update_counts(
     """The update after a bad one is repeated, with empty memory if the bad one left memory that is not finite."""
     lengths, real = [], loop_module.training_step
 
-    def poisoned(*args):
-        lengths.append(args[4][0].length)
-        result = real(*args)
+    def poisoned(trained, optimizer, inputs, *args):
+        lengths.append(inputs.states[0].length)
+        result = real(trained, optimizer, inputs, *args)
         if len(lengths) == 5:
             bad = torch.ones((), dtype=torch.bool)
             states: list[State] = [nowhere_finite(each) for each in result.states]
@@ -344,8 +345,8 @@ def steps_on_a_gpu(
         # The first steps may wait: libraries initialise themselves, and a graph is recorded.
         with nobody_waits() if number > WARM + 3 else contextlib.nullcontext():
             tokens, targets = sent(text[:, :-1], "cuda"), sent(text[:, 1:], "cuda")
-            given = (tokens, targets, states, config, 0.0, None, void, rows)
-            result = step(TrainedModel(model), optimizer, *given)
+            inputs = StepInputs(tokens, targets, states, void=void, tail_rows=rows)
+            result = step(TrainedModel(model), optimizer, inputs, config)
             result.send()
         if number == 7:
             model.softmax.bias.data[:1] = spoilt

@@ -30,7 +30,7 @@ from txl.training.optimisers import (
     optimizer_tensors,
     set_learning_rate,
 )
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 BASE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
 
@@ -132,7 +132,7 @@ def test_an_optimiser_s_state_survives_as_tensors():
     model = small_model()
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(11, (2, 6))
-    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
     other_model = small_model()
     # Different parameter groups put the parameters into a different order; the state is assigned by name.
     other = build_optimizer(other_model, TrainConfig(embedding_lr_factor=2.0))
@@ -148,7 +148,7 @@ def test_an_optimiser_s_state_of_another_model_is_refused():
     model = small_model()
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(11, (2, 6))
-    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
     saved = optimizer_tensors(optimizer, model)
     for changed in ({"foreign/exp_avg": torch.zeros(1)}, {"softmax.bias/exp_avg": torch.zeros(3)}):
         with pytest.raises(UserError, match="belongs to another model"):
@@ -177,7 +177,8 @@ def test_a_parameter_may_have_its_first_gradient_later_than_others(optimizer, mo
 
     def step(model, optimiser, targets):
         tokens = torch.arange(4)[None]
-        training_step(model, optimiser, tokens, torch.tensor([targets]), [model.init_state(1)], train)
+        inputs = StepInputs(tokens, torch.tensor([targets]), [model.init_state(1)])
+        training_step(model, optimiser, inputs, train)
         return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     copy_of({}, {})
@@ -365,7 +366,7 @@ def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
         for model, optimizer in zip(models[: 2 if number else 1], optimizers, strict=False):
             set_learning_rate(optimizer, 0.02)
             torch.manual_seed(number)  # for the weight dropout
-            training_step(model, optimizer, tokens, tokens, [model.init_state(2)], train)
+            training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), train)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
     damaged = saved | {"layers.0.lstm.weight_ih_l0/exp_avg": saved["layers.0.lstm.weight_ih_l0/momentum_buffer"]}
@@ -380,7 +381,7 @@ def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     set_learning_rate(optimizer, 0.01)
     tokens = torch.randint(11, (2, 6))
-    training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig(clip=0))
+    training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig(clip=0))
     for name, parameter in model.named_parameters():
         moved = (parameter.detach() - before[name]).abs().max().item()
         assert moved == pytest.approx(0.02 if name == "embedding.tables.0" else 0.01, rel=1e-3), name
@@ -398,7 +399,9 @@ def test_the_reported_loss_leaves_regularisers_out_but_the_update_does_not():
     for strength in (0.0, 0.5):
         model = small_model(activation_reg=strength)
         optimizer = build_optimizer(model, TrainConfig(learning_rate=0.1))
-        results.append(training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig()))
+        results.append(
+            training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
+        )
         weights.append(model.get_parameter("layers.0.feed_forward.outer.weight").detach().clone())
     assert results[0].loss == results[1].loss
     assert not torch.equal(*weights)
@@ -414,7 +417,7 @@ def test_parts_of_the_batch_with_their_own_memory_equal_the_whole(parts):
     for start in range(0, 30, 6):
         tokens, targets = stream[:, start : start + 6], stream[:, start + 1 : start + 7]
         results = [
-            training_step(model, optimizer, tokens, targets, state, config)
+            training_step(model, optimizer, StepInputs(tokens, targets, state), config)
             for model, optimizer, state in zip(models, optimizers, states, strict=True)
         ]
         states = [result.states for result in results]
@@ -433,7 +436,7 @@ def test_clipping_limits_the_gradient_but_reports_its_norm():
     before = [parameter.detach().clone() for parameter in model.parameters()]
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     tokens = torch.randint(11, (2, 6))
-    result = training_step(model, sgd, tokens, tokens, [model.init_state(2)], TrainConfig(clip=0.01))
+    result = training_step(model, sgd, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig(clip=0.01))
     moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.1
     assert moved == pytest.approx(0.01, rel=1e-3)
@@ -445,7 +448,7 @@ def test_an_update_that_is_not_finite_is_not_made():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(11, (2, 6))
-    result = training_step(model, optimizer, tokens, tokens, [model.init_state(2)], TrainConfig())
+    result = training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
     assert not result.updated
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if k != "softmax.bias")
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -227,9 +227,9 @@ def test_models_of_other_kinds_stop_and_continue(options, story, data_dir, tmp_p
 def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir, tmp_path, monkeypatch):
     taken, real = [], loop_module.training_step
 
-    def noted(model, optimizer, tokens, *rest):
-        taken.append((tokens.shape[1], optimizer.param_groups[0]["lr"]))
-        return real(model, optimizer, tokens, *rest)
+    def noted(trained, optimizer, inputs, *rest):
+        taken.append((inputs.tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        return real(trained, optimizer, inputs, *rest)
 
     monkeypatch.setattr(loop_module, "training_step", noted)
     options = {"train.random_segments": "true", "train.schedule": "constant", "train.warmup_steps": "0"}
@@ -355,11 +355,11 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
 
     calls = []
 
-    def poisoned(model, *args):
+    def poisoned(trained, *args):
         if len(calls) == 5:
-            next(model.parameters()).data.fill_(math.nan)
+            next(trained.parameters()).data.fill_(math.nan)
         calls.append(1)
-        return real(model, *args)
+        return real(trained, *args)
 
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from txl.training.building import check_trainable, model_to_train
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def training_workload(
         )
     optimizer = build_optimizer(model, train)
     shape = train.batch_size, train.segment * train.backprop_segments
-    take_step = CapturedStep() if train.capture else partial(training_step, lengths=train.step_lengths)
+    take_step = CapturedStep() if train.capture else training_step
     trained = TrainedModel(model)
     states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
     states = [state.filled_with_noise() for state in states]
@@ -137,7 +136,8 @@ def training_workload(
         nonlocal states
         tokens = torch.randint(vocab_size, shape, device=device)
         with float32_products(train.tf32):
-            states = take_step(trained, optimizer, tokens, tokens, states, train).states
+            inputs = StepInputs(tokens, tokens, states, lengths=train.step_lengths)
+            states = take_step(trained, optimizer, inputs, train).states
 
     for _ in range(0 if device == "cpu" else WARM + 1):  # the last one records the step, and replays it
         step()

@@ -26,7 +26,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.training.building import model_to_train
 from txl.training.optimisers import WeightAverage, build_optimizer
-from txl.training.step import training_step
+from txl.training.step import StepInputs, training_step
 
 STEPS = 2
 """Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors."""
@@ -103,7 +103,8 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     states = [model.init_state(train.batch_size // parts).filled_with_noise() for _ in range(parts)]
     for _ in range(STEPS):
         tokens = ranked_tokens(vocab_size, train.batch_size, train.segment * train.backprop_segments).to(device)
-        states = training_step(model, optimizer, tokens, tokens, states, train, lengths=train.step_lengths).states
+        inputs = StepInputs(tokens, tokens, states, lengths=train.step_lengths)
+        states = training_step(model, optimizer, inputs, train).states
         if average is not None:
             average.update(model)
 

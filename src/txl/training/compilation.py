@@ -22,7 +22,7 @@ from txl.models.family import FamilyModel
 from txl.models.language_model import State, TailRows
 from txl.models.memory import Memory
 from txl.training.parallel import TrainedModel
-from txl.training.step import StepResult, training_step
+from txl.training.step import StepInputs, StepResult, training_step
 
 WARM = 3
 """Number of eager steps with the same shapes before a step is recorded; libraries initialise in these steps."""
@@ -123,30 +123,25 @@ class CapturedStep:
 
     def __call__(
         self,
-        trained: TrainedModel,
+        trained: FamilyModel | TrainedModel,
         optimizer: torch.optim.Optimizer,
-        tokens: Tensor,
-        targets: Tensor,
-        states: Sequence[State],
+        inputs: StepInputs,
         config: TrainConfig,
-        progress: float = 0.0,
         abandon: Callable[[], bool] | None = None,
-        void: Tensor | None = None,
-        tail_rows: Sequence[TailRows | None] | None = None,
-        lengths: tuple[int, ...] | None = None,
     ) -> StepResult:
         """Make one update. The arguments are those of `training_step`, for one segment (see `TrainConfig.validate`)."""
-        assert lengths is None
+        assert inputs.lengths is None
+        tokens, states = inputs.tokens, inputs.states
         held = [each for state in states for each in _tensors(state)]
         filled = _filled(states, tokens.device) if config.reset_memory else []
         shape = self._shapes.setdefault((tokens.shape, *(each.shape for each in held)), _Shape())
-        rows = list(tail_rows or [None] * len(states))
+        rows = list(inputs.tail_rows or [None] * len(states))
         if shape.graph is not None and _has_room(shape.room, rows):
-            void = torch.zeros((), dtype=torch.bool, device=tokens.device) if void is None else void
-            numbers, skipped = shape.graph(tokens, targets, void, *filled, *held)
+            void = torch.zeros((), dtype=torch.bool, device=tokens.device) if inputs.void is None else inputs.void
+            numbers, skipped = shape.graph(tokens, inputs.targets, void, *filled, *held)
             after = _with_tensors(states, shape.graph.inputs[3 + len(filled) :], n_new=tokens.shape[1])
             return StepResult(numbers.clone(), skipped.clone(), after, shape.targets)
-        result = training_step(trained, optimizer, tokens, targets, states, config, progress, abandon, void, tail_rows)
+        result = training_step(trained, optimizer, inputs, config, abandon)
         if shape.graph is None and self._is_full(held, result.states):
             shape.seen, shape.targets = shape.seen + 1, result.targets
             shape.room = _larger(shape.room, rows)
@@ -164,7 +159,7 @@ class CapturedStep:
 
     def _function(
         self,
-        trained: TrainedModel,
+        trained: FamilyModel | TrainedModel,
         optimizer: torch.optim.Optimizer,
         states: Sequence[State],
         config: TrainConfig,
@@ -174,7 +169,8 @@ class CapturedStep:
         def step(tokens: Tensor, targets: Tensor, void: Tensor, *memory: Tensor) -> tuple[Tensor, Tensor]:
             filled, held = memory[:n_filled], memory[n_filled:]
             before = _with_tensors(states, held, filled)
-            made = training_step(trained, optimizer, tokens, targets, before, config, void=void, tail_rows=room)
+            inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room)
+            made = training_step(trained, optimizer, inputs, config)
             after = [each for state in made.states for each in _tensors(state)]
             for kept, new in zip(held, after, strict=True):
                 kept.copy_(torch.where(void, kept, new))

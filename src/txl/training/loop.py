@@ -25,7 +25,7 @@ from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
-from txl.training.step import StepAbandoned, StepResult, skips_on_device, training_step
+from txl.training.step import StepAbandoned, StepInputs, StepResult, skips_on_device, training_step
 from txl.training.validation import ValidationStopped, evaluate_in_training
 from txl.units import duration_text
 
@@ -251,21 +251,17 @@ class TrainingLoop:
         random = torch.get_rng_state(), torch.cuda.get_rng_state(device) if "cuda" in device else None
         void = None if self._unsettled is None else self._unsettled.result.skipped
         step = self._captured or training_step
-        tokens, targets = sent(tokens, device), sent(targets, device)
+        inputs = StepInputs(
+            tokens=sent(tokens, device),
+            targets=sent(targets, device),
+            states=memory,
+            progress=count / train.steps,
+            void=void,
+            tail_rows=rows,
+            lengths=several,
+        )
         try:
-            result = step(
-                setup.trained,
-                state.optimizer,
-                tokens,
-                targets,
-                memory,
-                train,
-                count / train.steps,
-                self._is_to_stop,
-                void,
-                rows,
-                several,
-            )
+            result = step(setup.trained, state.optimizer, inputs, train, self._is_to_stop)
         except Exception as error:
             # The terminal sends Ctrl-C to the compiler too, if torch.compile runs it at that moment.
             compiling = type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,27 @@ from txl.devices import Late
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective, State, TailRows
 from txl.training.parallel import TrainedModel, full_tensor, is_sharded
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Everything that one update reads besides model, optimiser and configuration, for this process's lanes."""
+
+    tokens: Tensor
+    """Tokens that the model reads, int64 [B,T]."""
+    targets: Tensor
+    """Tokens that follow them, int64 [B,T]."""
+    states: Sequence[State]
+    """State of each part; the B lanes are divided into as many equal parts as there are states."""
+    progress: float = 0.0
+    """Fraction of all updates already made, for schedules of auxiliary losses."""
+    void: Tensor | None = None
+    """Bool without dimension, on the device: true if this update must be skipped in any case; for an optimiser that
+    `skips_on_device`."""
+    tail_rows: Sequence[TailRows | None] | None = None
+    """Room for the targets of tail clusters in each part, as in `Objective`."""
+    lengths: tuple[int, ...] | None = None
+    """Lengths of the consecutive segments that make up the T tokens, as in `Objective`; None: one segment."""
 
 
 class StepResult:
@@ -63,17 +85,11 @@ class StepAbandoned(Exception):
 
 
 def training_step(
-    model: FamilyModel | TrainedModel,
+    trained: FamilyModel | TrainedModel,
     optimizer: torch.optim.Optimizer,
-    tokens: Tensor,
-    targets: Tensor,
-    states: Sequence[State],
+    inputs: StepInputs,
     config: TrainConfig,
-    progress: float = 0.0,
     abandon: Callable[[], bool] | None = None,
-    void: Tensor | None = None,
-    tail_rows: Sequence[TailRows | None] | None = None,
-    lengths: tuple[int, ...] | None = None,
 ) -> StepResult:
     """Make one update of the weights: forward, backward, clip, optimiser.
 
@@ -83,32 +99,28 @@ def training_step(
     does not wait for the device.
 
     Args:
-        model: model in training mode.
+        trained: model in training mode.
         optimizer: optimiser with the learning rate of this update already set.
-        tokens, targets: tokens and targets of this process's lanes, int64 [B,T].
-        states: state of each part.
+        inputs: tokens, targets and states, and what else the update reads.
         config: training configuration, of which dtype, clip and loss are used.
-        progress: fraction of all updates already made, for schedules of auxiliary losses.
         abandon: function called between two parts; if it returns True, the step is abandoned.
-        void: bool without dimension, on the device: true if this update must be skipped in any case; for an optimiser
-            that `skips_on_device`.
-        tail_rows: room for the targets of tail clusters in each part, as in `Objective`.
-        lengths: lengths of the consecutive segments that make up the T tokens, as in `Objective`; None: one segment.
 
     Raises:
         StepAbandoned: if `abandon` returned True.
     """
-    trained = model if isinstance(model, TrainedModel) else TrainedModel(model)
-    processes, parts = trained.processes, len(states)
-    rows = [None] * parts if tail_rows is None else tail_rows
+    if not isinstance(trained, TrainedModel):
+        trained = TrainedModel(trained)
+    tokens, targets = inputs.tokens, inputs.targets
+    processes, parts = trained.processes, len(inputs.states)
+    rows = [None] * parts if inputs.tail_rows is None else inputs.tail_rows
     total, new_states = tokens.new_zeros((), dtype=torch.float64), []
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
-    lanes = zip(tokens.chunk(parts), targets.chunk(parts), states, rows, strict=True)
+    lanes = zip(tokens.chunk(parts), targets.chunk(parts), inputs.states, rows, strict=True)
     for number, (part_tokens, part_targets, state, room) in enumerate(lanes):
         if number and abandon is not None and abandon():
             optimizer.zero_grad(set_to_none=True)
             raise StepAbandoned
-        objective = Objective(config.loss, progress, room, lengths)
+        objective = Objective(config.loss, inputs.progress, room, inputs.lengths)
         with trained.part(is_last=number == parts - 1):
             with autocast:
                 loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
@@ -120,11 +132,11 @@ def training_step(
     # A sum is not finite if one of its terms is not, so all processes decide alike.
     total, norm_sum = (processes.sum_of(torch.stack([total, norm])) / processes.count).unbind()
     skipped = ~(total.isfinite() & norm_sum.isfinite())
-    if void is not None:
-        skipped = skipped | void
+    if inputs.void is not None:
+        skipped = skipped | inputs.void
     _update(optimizer, skipped)
     optimizer.zero_grad(set_to_none=True)
-    counted = sum(map(Objective(config.loss).counted, lengths or targets.shape[1:]))
+    counted = sum(map(Objective(config.loss).counted, inputs.lengths or targets.shape[1:]))
     n_target = processes.count * len(targets) * counted
     return StepResult(torch.stack([total, norm, skipped.double()]), skipped, new_states, n_target)
 
