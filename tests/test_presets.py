@@ -12,7 +12,7 @@ from txl.config import RecurrentConfig, TransformerXLConfig, VanillaConfig, vali
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.adaptive import cluster_bounds
-from txl.training.optimisers import learning_rate
+from txl.training.schedule import learning_rate
 
 EXACT = {
     "enwik8-12L": (204, 41_055_436),

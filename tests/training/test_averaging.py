@@ -14,7 +14,8 @@ from txl.config import TrainConfig, validate
 from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training.optimisers import WeightAverage, average_begins
+from txl.training.averaging import WeightAverage
+from txl.training.schedule import average_begins
 
 
 def averaged(values: list[float], mu: float | None = None) -> float:

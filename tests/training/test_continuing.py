@@ -16,7 +16,7 @@ from txl.native import build
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training import loop as loop_module
-from txl.training.optimisers import learning_rate
+from txl.training.schedule import learning_rate
 from txl.training.trainer import Trainer
 
 SCHEDULES = {

@@ -14,8 +14,9 @@ from txl.config import RunConfig, with_options
 from txl.models import build_model
 from txl.native import build
 from txl.presets import presets
+from txl.training.averaging import WeightAverage
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
-from txl.training.optimisers import WeightAverage, build_optimizer, optimizer_tensors
+from txl.training.optimisers import build_optimizer, optimizer_tensors
 from txl.training.step import StepInputs, training_step
 
 M_MMAP_THRESHOLD = -3

@@ -10,7 +10,7 @@ from txl.config import TrainConfig, validate
 from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
-from txl.training.optimisers import has_converged, learning_rate
+from txl.training.schedule import has_converged, learning_rate
 from txl.training.trainer import Trainer
 
 PLATEAU = {"train.schedule": "plateau", "train.patience": "3", "train.eval_every": "1", "train.steps": "40"}

@@ -27,8 +27,9 @@ from txl.models.language_model import State
 from txl.models.memory import Memory
 from txl.training import compilation
 from txl.training import loop as loop_module
+from txl.training.averaging import WeightAverage
 from txl.training.compilation import WARM, CapturedStep
-from txl.training.optimisers import WeightAverage, build_optimizer
+from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.step import StepInputs, StepResult, training_step
 from txl.training.trainer import Trainer

@@ -25,11 +25,11 @@ from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import (
     build_optimizer,
-    learning_rate,
     load_optimizer_tensors,
     optimizer_tensors,
     set_learning_rate,
 )
+from txl.training.schedule import learning_rate
 from txl.training.step import StepInputs, training_step
 
 BASE = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)

@@ -24,8 +24,9 @@ from txl.config import RunConfig, validate
 from txl.devices import seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
+from txl.training.averaging import WeightAverage
 from txl.training.building import model_to_train
-from txl.training.optimisers import WeightAverage, build_optimizer
+from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 
 STEPS = 2

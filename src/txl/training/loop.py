@@ -17,11 +17,13 @@ from txl.data.streams import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
 from txl.runs.events import EventName
+from txl.training.averaging import WeightAverage
 from txl.training.compilation import CapturedStep
 from txl.training.display import Pace, Reading
-from txl.training.optimisers import WeightAverage, average_begins, has_converged, learning_rate, set_learning_rate
+from txl.training.optimisers import set_learning_rate
 from txl.training.recovery import check_end, report_spike, skip_update
 from txl.training.saver import CheckpointSaver, point_at_best
+from txl.training.schedule import average_begins, has_converged, learning_rate
 from txl.training.signals import StopRequest, stop_requests
 from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState

@@ -1,17 +1,10 @@
-"""Updates of the weights: learning rate by step, optimisers and their state as named tensors, averages of weights.
-
-Evaluation uses an average of the weights over the later part of training. With the plain mean this is averaged SGD
-(Polyak and Juditsky 1992). The average begins at a given step or, as in AWD-LSTM, when the validation loss stops
-improving (Merity et al. 2017, Section 4). The authors' moving average for Penn Treebank, mu = 1/step counted from the
-beginning of the average, equals this plain mean.
-"""
+"""Updates of the weights: optimisers, and their state as named tensors."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -26,50 +19,6 @@ _MUON_MOMENTUM = 0.95
 """Momentum of Muon in all published recipes."""
 _MOST_AT_ONCE = 1 << 22
 """Number of elements above which a batch of matrices is orthogonalised, to bound the memory of the batch."""
-
-
-def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) -> float:
-    """Return the learning rate of update number `step`, counted from 0.
-
-    Linear warm-up to the peak over `warmup_steps` updates, then
-
-    - cosine: half a cosine from the peak to `min_learning_rate` over the remaining updates (shifted by the warm-up, as
-      in the authors' TensorFlow code; the cosine of their PyTorch code is not shifted and jumps at the end of the
-      warm-up),
-    - inverse_sqrt: the peak times sqrt(warmup_steps / updates made), not below `min_learning_rate`,
-    - constant: the peak,
-    - linear: the peak, then a line to `min_learning_rate` over the last `decay_share` of all updates (not before the
-      end of the warm-up),
-    - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
-    - plateau: as linear, divided by four whenever `plateau_patience` of `losses` in a row are no better than the best
-      before them (with 1 as in Zaremba et al. 2014 and others), not below `min_learning_rate`. Because of the line, a
-      run without such losses also ends at a low rate.
-
-    Cosine and line end where an average of the weights begins (`average_from`); the rate is constant from then on.
-
-    Args:
-        step: number of updates made before this one.
-        config: training configuration with the schedule.
-        losses: validation losses of all evaluations so far, oldest first; only plateau uses them.
-    """
-    peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.schedule == "constant":
-        return peak
-    if config.schedule == "steps":
-        return max(lowest, peak * 0.1 ** sum(step >= each for each in config.decay_at))
-    if config.schedule == "inverse_sqrt":
-        return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
-    end = config.steps if config.average_from is None else config.average_from
-    if config.schedule in ("linear", "plateau"):
-        begin = max(warmup, end - config.decay_share * end)
-        line = lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
-        if config.schedule == "linear":
-            return line
-        return max(lowest, line * 0.25 ** _plateaus(losses, config.plateau_patience))
-    progress = min(1.0, (step - warmup) / max(1, end - warmup))
-    return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class _Muon(torch.optim.Muon):
@@ -345,90 +294,3 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module, t
     ordered = [name for group in groups for name in group]
     state = {number: by_name[name] for number, name in enumerate(ordered) if name in by_name}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-ModelT = TypeVar("ModelT", bound=nn.Module)
-
-
-class WeightAverage(Generic[ModelT]):
-    """The running average of a model's weights, while the model itself continues training.
-
-    Args:
-        model: model that is trained; the average begins as a copy of its weights.
-        mu: weight of the newest weights in the average; None: 1/n at the n-th update, the plain mean of n weights.
-    """
-
-    def __init__(self, model: ModelT, mu: float | None = None):
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        """The model with the averaged weights, to evaluate and to save."""
-        self.count = 0
-        """Number of updates averaged so far; 0: the average is the initial copy."""
-        self._mu = mu
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, unless: Tensor | None = None) -> None:
-        """Add the weights after a step to the average: average + mu (newest - average).
-
-        Args:
-            model: model that is trained.
-            unless: bool without dimension, on the device: true if the step was skipped. The host does not wait for it.
-                The averaged weights then stay unchanged, and the caller has to correct `count`.
-        """
-        weight = 1 / (self.count + 1) if self._mu is None else self._mu
-        for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
-            if self.count == 0:
-                average.copy_(newest)
-            elif unless is None:
-                average.lerp_(newest, weight)
-            else:
-                average.lerp_(newest, torch.where(unless, 0.0, weight).to(average.dtype))
-        for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
-            average.copy_(newest)
-        self.count += 1
-
-
-def improvements(losses: Sequence[float]) -> list[int]:
-    """Return the indices of the evaluations, counted from 0, that were better than all earlier ones."""
-    better, best = [], math.inf
-    for number, loss in enumerate(losses):
-        if loss < best:
-            better.append(number)
-            best = loss
-    return better
-
-
-def _plateaus(losses: Sequence[float], patience: int) -> int:
-    """Return how often `patience` evaluations in a row were no better than the best before them."""
-    best, waited, found = math.inf, 0, 0
-    for loss in losses:
-        if loss < best:
-            best, waited = loss, 0
-        else:
-            waited += 1
-        if waited == patience:
-            waited, found = 0, found + 1
-    return found
-
-
-def has_converged(losses: Sequence[float], config: TrainConfig) -> bool:
-    """Return whether training is to stop: the last `patience` evaluations were no better than the best before them."""
-    if config.patience is None or not losses:
-        return False
-    best = max(improvements(losses), default=-1)
-    return len(losses) - 1 - best >= config.patience
-
-
-def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
-    """Return whether the average of the weights begins after this step.
-
-    Args:
-        step: number of steps made.
-        losses: validation losses of all evaluations so far, oldest first.
-        config: training configuration. With `average_from` the average begins at that step. With `average_patience` n
-            it begins when the last loss is above the best loss of evaluations that are more than n evaluations older
-            (the non-monotonic trigger, as in AWD-LSTM's code).
-    """
-    if config.average_from is not None:
-        return step >= config.average_from
-    patience = config.average_patience
-    return patience is not None and len(losses) > patience + 1 and losses[-1] > min(losses[: -patience - 1])

@@ -30,7 +30,8 @@ from txl.runs.checkpoints import (
     verify_belongs,
 )
 from txl.runs.directory import load_weights
-from txl.training.optimisers import WeightAverage, load_optimizer_tensors, optimizer_tensors
+from txl.training.averaging import WeightAverage
+from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor
 from txl.training.state import Counters, TrainingSetup, TrainingState
 

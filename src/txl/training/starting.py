@@ -14,6 +14,7 @@ from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
+from txl.training.schedule import learning_rate
 
 if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
@@ -172,8 +173,6 @@ def extension_changes(before: RunConfig, run: RunConfig, state: TrainingState) -
         run: configuration with the new one.
         state: training state at which the run goes on.
     """
-    from txl.training.optimisers import learning_rate  # imports PyTorch, which takes seconds
-
     changes = []
     old, new, step, losses = before.train, run.train, state.counters.step, state.counters.validation_losses
     averaging = new.average_lr_factor if state.average else 1.0

@@ -20,8 +20,8 @@ from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
+from txl.training.averaging import WeightAverage
 from txl.training.display import Display
-from txl.training.optimisers import WeightAverage
 from txl.training.parallel import TrainedModel
 from txl.training.run_log import RunLog
 

@@ -32,10 +32,11 @@ from txl.training.compilation import compile_layers
 from txl.training.display import Display
 from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
-from txl.training.optimisers import build_optimizer, learning_rate
+from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.run_log import RunLog
 from txl.training.saver import newest_good
+from txl.training.schedule import learning_rate
 from txl.training.snapshot import seed_of_process
 from txl.training.starting import (
     begins_here,
