@@ -393,6 +393,11 @@ class TrainConfig:
             )
 
     @property
+    def averages(self) -> bool:
+        """True if the weights are averaged in the later part of training."""
+        return self.average_from is not None or self.average_patience is not None
+
+    @property
     def follows_validation(self) -> bool:
         """True if the results of evaluations influence training; their schedule must then not change during a run."""
         return self.average_patience is not None or self.patience is not None or self.schedule == "plateau"
@@ -409,7 +414,7 @@ class TrainConfig:
             require(0 <= begin < self.steps, "train.average_from", begin, f"a step below train.steps, {self.steps}")
         if patience is not None and not self.eval_every:
             raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
-        if begin is None and patience is None:
+        if not self.averages:
             for name, usual in (("average_mu", None), ("average_lr_factor", 1.0)):
                 if getattr(self, name) != usual:
                     raise UserError(

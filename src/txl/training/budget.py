@@ -97,9 +97,7 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     train = run.train
     model = model_to_train(run.model, vocab_size, device, train.dtype)
     optimizer = build_optimizer(model, train)
-    average = None
-    if train.average_from is not None or train.average_patience is not None:
-        average = WeightAverage(model, train.average_mu)
+    average = WeightAverage(model, train.average_mu) if train.averages else None
     parts = train.micro_batches
     states = [model.init_state(train.batch_size // parts).filled_with_noise() for _ in range(parts)]
     for _ in range(STEPS):

@@ -101,12 +101,11 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         ends, scratch = ends + logits, layers.scratch
     else:
         scratch = max(logits, layers.scratch)  # the softmax's tensors are freed before the layers' backward pass
-    averaged = train.average_from is not None or train.average_patience is not None
     memory = {
         "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
         "gradients": 4 * total,
         "optimiser": 4 * _kept_by_optimiser(model, train),
-        **({"averaged weights": 4 * total} if averaged else {}),
+        **({"averaged weights": 4 * total} if train.averages else {}),
         **({"recurrent memory": layers.state} if layers.state else {}),
         "activations": train.backprop_segments * layers.activations + ends,
         "scratch": scratch,

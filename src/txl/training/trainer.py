@@ -368,7 +368,7 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
             f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "
             f"multiple of {count * train.micro_batches}"
         )
-    if count > 1 and train.parallel == "fsdp" and not (train.average_from is None and train.average_patience is None):
+    if count > 1 and train.parallel == "fsdp" and train.averages:
         raise UserError(
             "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
             "not sharded; use --train.parallel ddp or no average"
