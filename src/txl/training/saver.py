@@ -24,7 +24,7 @@ from txl.runs.checkpoints import (
 from txl.runs.checkpoints import checkpoint_names as names_in
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
-from txl.training.snapshot import capture
+from txl.training.snapshot import copied_state
 from txl.training.state import TrainingSetup, TrainingState
 
 REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
@@ -66,7 +66,7 @@ class CheckpointSaver:
         if self._setup.trained.processes.any(self.saved_step != step):
             self._refuse_lost_weights(state)
             began = time.perf_counter()
-            contents = capture(state, self._setup)
+            contents = copied_state(state, self._setup)
             copy_seconds = time.perf_counter() - began
             contents.belongs = self.belongs
             named = (counters.best_step, counters.scheduled_step, counters.scheduled_best)

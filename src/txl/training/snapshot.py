@@ -39,7 +39,7 @@ SHARED = "limits"
 """Name of the tensor of a state that has no lanes; all other tensors have the lanes as their first dimension."""
 
 
-def capture(state: TrainingState, setup: TrainingSetup) -> Contents:
+def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
     """Copy the training state, so that training does not change the copy; every process has to call this function.
 
     Process 0 returns everything that it writes. The other processes return only their shards, if there are any.
