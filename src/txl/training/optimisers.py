@@ -14,6 +14,7 @@ from txl.config import TrainConfig
 from txl.errors import UserError
 from txl.models.family import FamilyModel
 from txl.runs.environment import multiplies_bfloat16
+from txl.training.parallel import is_sharded
 
 _MUON_MOMENTUM = 0.95
 """Momentum of Muon in all published recipes."""
@@ -225,7 +226,7 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
     if config.optimizer == "muon":
         return _recordable(MuonWithAdam(divided, config), config, model)
     if config.optimizer == "sgd":
-        momentum, is_sharded = config.momentum, any(hasattr(each, "to_local") for each in model.parameters())
+        momentum, sharded = config.momentum, any(map(is_sharded, model.parameters()))
         return torch.optim.SGD(
             divided,
             lr=config.learning_rate,
@@ -233,7 +234,7 @@ def build_optimizer(model: FamilyModel, config: TrainConfig) -> torch.optim.Opti
             nesterov=momentum > 0,
             # PyTorch's fused SGD does not serve shards, nor momentum if a parameter has its first gradient later than
             # others (a tail cluster without targets). None: PyTorch chooses the best of its other implementations.
-            fused=(momentum == 0 and not is_sharded) or None,
+            fused=(momentum == 0 and not sharded) or None,
         )
     adaptive = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     made = adaptive[config.optimizer](

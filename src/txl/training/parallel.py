@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from txl.processes import Processes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 
 class TrainedModel:
@@ -99,7 +100,7 @@ class TrainedModel:
         """Return a copy of this process's shard, or of a whole tensor, on the CPU."""
         from torch.distributed.tensor import DTensor
 
-        if not isinstance(tensor, DTensor):
+        if not is_sharded(tensor):
             return tensor.detach().cpu().clone()
         local = tensor.to_local().detach().cpu().clone()
         return DTensor.from_local(
@@ -115,12 +116,6 @@ class TrainedModel:
     def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor of all lanes, of which each process holds its own lanes."""
         return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
-
-    def local_lanes(self, tensor: Tensor) -> Tensor:
-        """Return this process's part of a tensor from `empty_lanes`; return a whole tensor unchanged."""
-        from torch.distributed.tensor import DTensor
-
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
         """Fill sharded or whole tensors from the safetensors files of a folder, whatever the sharding of the files."""
@@ -152,12 +147,17 @@ class _Terms(nn.Module):
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; all processes have to call this function."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Return whether a parameter is sharded: each process holds a part."""
-    return hasattr(parameter, "to_local")
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this process's part of a tensor that may be sharded; return a whole tensor unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is sharded: each process holds a part."""
+    return hasattr(tensor, "to_local")  # importing DTensor takes a second, and only FSDP2 needs it
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from txl.errors import TrainingDiverged, UserError
 from txl.files import JsonObject
@@ -24,6 +22,7 @@ from txl.runs.checkpoints import (
 from txl.runs.checkpoints import checkpoint_names as names_in
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
+from txl.training.parallel import local_tensor
 from txl.training.snapshot import copied_state
 from txl.training.state import TrainingSetup, TrainingState
 
@@ -215,14 +214,8 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
 
 def is_lost(setup: TrainingSetup, model: nn.Module) -> bool:
     """Return whether any process holds a weight that is not finite."""
-    return setup.trained.processes.any(not all(bool(each.isfinite().all()) for each in _local_weights(model)))
-
-
-def _local_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Yield this process's part of every weight."""
-    for parameter in model.parameters():
-        weight: Any = parameter.detach()  # a DTensor where the weights are sharded
-        yield weight.to_local() if hasattr(weight, "to_local") else weight
+    weights = (local_tensor(parameter.detach()) for parameter in model.parameters())
+    return setup.trained.processes.any(not all(bool(each.isfinite().all()) for each in weights))
 
 
 def last_checkpoint(directory: RunDirectory) -> str:

@@ -32,7 +32,7 @@ from txl.runs.checkpoints import (
 from txl.runs.directory import load_weights
 from txl.training.averaging import WeightAverage
 from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
-from txl.training.parallel import TrainedModel, full_tensor
+from txl.training.parallel import TrainedModel, full_tensor, local_tensor
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
 SHARED = "limits"
@@ -204,9 +204,7 @@ def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tens
         elif kind in ("optimizer", "memory", "weights"):
             targets[name] = torch.empty(shape, dtype=dtype)
     trained.load_shards(source, targets)
-    local = {
-        name: trained.local_lanes(tensor) if name.startswith("memory.") else tensor for name, tensor in targets.items()
-    }
+    local = {name: local_tensor(tensor) if name.startswith("memory.") else tensor for name, tensor in targets.items()}
     return tensors | local
 
 
