@@ -27,7 +27,7 @@ from txl.errors import ProcessLost, UserError
 _TIMEOUT = timedelta(minutes=10)
 """Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection."""
 _LOST_PEER = re.compile(r"gloo|nccl|[Cc]onnection (closed|reset)")
-"""What PyTorch's errors say if the connection to another process is gone."""
+"""Pattern of PyTorch's messages if the connection to another process is gone."""
 
 T = TypeVar("T")
 
