@@ -163,7 +163,10 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
         (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: --minutes supports"),
         (["--minutes", "5", "--train.tf32"], "train.tf32 needs an NVIDIA GPU"),
-        (["--minutes", "5", "--train.eval-batch-size", "9000"], "(--train.eval-batch-size, --train.eval-every 0)"),
+        (
+            ["--minutes", "5", "--train.eval-batch-size", "9000"],
+            "(--train.eval-batch-size), or leave these evaluations out (--train.eval-every 0)",
+        ),
         (["--minutes", "5", "--train.segment", "20000"], "2 lanes of "),
         (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
         (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),

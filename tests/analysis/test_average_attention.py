@@ -238,7 +238,9 @@ def test_the_model_is_left_as_it_was():
         ({"positions": [46]}, "position 46 was not read"),
         ({"positions": [3], "rows": 9, "batch_size": 2}, None),
         ({"positions": [25], "rows": 9, "batch_size": 2}, "lanes begin at 0, 23 and end at 44"),
-        ({"segment": 0}, "segment is 0"),
+        ({"segment": 0}, "segment is 0; expected 1"),
+        ({"rows": 0}, "rows is 0; expected 1"),
+        ({"min_keys": 60}, "min_keys is 60; expected 1 to"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(options, message):

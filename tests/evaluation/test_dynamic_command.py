@@ -169,11 +169,11 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
         ([*SGD, "--dynamic-epsilon", "0.1"], "--dynamic-epsilon was given, but sgd"),
         ([*SGD, "--dynamic-decay", "-1"], "decay of the adaptation is -1.0"),
         ([*SGD[:-1], "1e30"], "the weights diverged while adapting"),
-        (["dynamic", "--split", "valid"], "both valid"),
+        (["dynamic", "--split", "valid"], "both name the split valid"),
+        (["dynamic", "--tune-tokens", "1"], "--tune-tokens is 1; expected 2 or more"),
         (["dynamic", "--split", "no"], "no split 'no'"),
         (["dynamic", "--learning-rates", "a"], "expected numbers separated by commas"),
         (["dynamic", "--rule", "sgd", "--learning-rates=-1"], "learning rate of the adaptation is -1.0"),
-        (["dynamic", "--rule", "sgd", "--tune-tokens", "1"], "max_tokens is 1"),
         (["dynamic", "--rule", "sgd", "--epsilon", "1"], "--epsilon was given, but sgd"),
     ],
 )

@@ -203,6 +203,13 @@ def test_without_a_vocabulary_only_text_is_refused(tmp_path, capsys):
     assert len(list(txl.generate_tokens(model, [1, 2, 3], max_tokens=4))) == 4
 
 
+@pytest.mark.parametrize("family", ["vanilla", "recurrent"])
+def test_another_family_is_refused_by_its_name(family, tmp_path, capsys):
+    words = ["import", str(GOLDEN / "plain.pt"), "--out", str(tmp_path / "run"), "--model.family", family]
+    assert main(words) == 2
+    assert "only checkpoints of Transformer-XL are imported" in capsys.readouterr().err
+
+
 def test_the_corpus_of_an_import_is_what_eval_reads(tmp_path, capsys):
     out, text = str(tmp_path / "run"), tmp_path / "my.txt"
     text.write_text("w1 w2 w3 strange\n" * 400)

@@ -128,8 +128,9 @@ def average_attention(
     n_head = attentions(model)[0].n_head
     chosen = _chosen_layers(model, layers)
     names = _chosen_terms(model, terms)
-    if segment < 1 or rows < 1:
-        raise UserError(f"segment is {segment} and rows {rows}; expected 1 or more of each")
+    for name, value in (("segment", segment), ("rows", rows)):
+        if value < 1:
+            raise UserError(f"{name} is {value}; expected 1 or more")
     ids = np.asarray(tokens)[:max_tokens]
     if ids.ndim != 1:
         raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
@@ -140,6 +141,8 @@ def average_attention(
     everywhere = 1 if model.context is not None else lengths.window or lengths.mem_len + 1
     needed = everywhere if min_keys is None else min_keys
     longest = lanes.end[0] - lanes.first[0]
+    if min_keys is not None and not 1 <= min_keys <= min(span, longest):
+        raise UserError(f"min_keys is {min_keys}; expected 1 to {min(span, longest)}: no token sees more keys")
     if not 1 <= needed <= min(span, longest):
         raise UserError(
             f"no token sees {needed} keys: a lane has {longest} tokens (of {len(ids)} in {batch_size} lanes) and a "

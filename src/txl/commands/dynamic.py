@@ -30,6 +30,8 @@ from txl.commands.evaluation_results import (
 from txl.commands.options import add_dtype, add_memory_options, add_run_options, run_corpus, run_to_read
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.config import AdaptationRule
+from txl.errors import UserError
+from txl.reporting.wording import counted
 from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
@@ -78,6 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_tuned_split(arguments)
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
+    if arguments.tune_tokens is not None and arguments.tune_tokens < 2:
+        raise UserError(f"--tune-tokens is {arguments.tune_tokens}; expected 2 or more")
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.evaluation.dynamic import Adaptation
@@ -133,8 +137,8 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluat
     tuned = found.tuning
     best = tuned.adaptation
     print(
-        f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split, {len(tuned.tried)} settings tried: "
-        f"learning rate {best.learning_rate:g}, decay {best.decay:g}\n"
+        f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split, {counted(len(tuned.tried), 'setting')} "
+        f"tried: learning rate {best.learning_rate:g}, decay {best.decay:g}\n"
         f"nats per token there: {tuned.static_nll:.4f} without it, {tuned.best_nll:.4f} with it"
     )
     for name in tuned.at_edge:

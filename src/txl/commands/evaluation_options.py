@@ -218,7 +218,7 @@ def refuse_tuned_split(arguments: argparse.Namespace) -> None:
     """Refuse to measure the split that settings are tuned on."""
     if arguments.split == arguments.tune_on:
         raise UserError(
-            f"--split and --tune-on are both {arguments.split}; tune on another split than the one that is measured"
+            f"--split and --tune-on both name the split {arguments.split}; tune on another split than the measured one"
         )
 
 

@@ -42,17 +42,18 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Import the checkpoint, and print the recovered configuration."""
-    from txl.config import RunConfig, TransformerXLConfig, with_options
+    from txl.config import RunConfig, TransformerXLConfig, chosen_family, with_options
     from txl.data.corpora import with_absolute_paths
     from txl.interop.source import checkpoint_path
 
     options = config_options(arguments)
     base = RunConfig()
     base.data.corpus = arguments.corpus
+    of_model = {name.removeprefix("model."): value for name, value in options.items() if name.startswith("model.")}
+    if chosen_family(of_model) is not TransformerXLConfig:
+        raise UserError("only checkpoints of Transformer-XL are imported; leave out the options of other families")
     stated = with_options(base, options)
-    if not isinstance(stated.model, TransformerXLConfig):
-        raise UserError(f"{stated.model.chosen_by}, but only checkpoints of Transformer-XL are imported")
-    given = {name.partition(".")[2].replace("-", "_") for name in options if name.startswith("model.")}
+    given = {name.replace("-", "_") for name in of_model}
     given &= {item.name for item in dataclasses.fields(stated.model) if item.init}
     check_corpus(arguments.corpus)
     stated.data = with_absolute_paths(stated.data)

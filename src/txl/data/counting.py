@@ -35,7 +35,8 @@ def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
         zero = data.find(b"\0")
         if zero >= 0:
             raise UserError(
-                f"{piece.path}: binary (a NUL byte at offset {offset + zero}); use the unit byte, or give a text"
+                f"{piece.path}: binary (a NUL byte at offset {offset + zero}); give a text: only the unit byte reads "
+                f"other files"
             )
         try:
             text, rest = data.decode("utf-8"), b""
@@ -51,7 +52,8 @@ def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
 
 def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
     return UserError(
-        f"{piece.path}: not UTF-8 (byte 0x{value:02X} at offset {offset}); convert it to UTF-8 or use the unit byte"
+        f"{piece.path}: not UTF-8 (byte 0x{value:02X} at offset {offset}); convert it to UTF-8: only the unit "
+        f"byte reads other files"
     )
 
 

@@ -274,7 +274,9 @@ def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
         return
     those = source.iterdir() if source.is_dir() else (path for paths in parts.values() for path in paths)
     here = sorted({path.name for path in those})
-    held = f"it holds {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}" if here else "it holds none of them"
+    if not here:
+        raise UserError(f"{source}: no file of {benchmark.name} is there; expected {_expected(benchmark)}")
+    held = f"it holds {', '.join(here[:6])}{' ...' if len(here) > 6 else ''}"
     lacks = " and ".join(f"{part} ({' or '.join(names[:2])})" for part, names in missing.items())
     raise UserError(f"{source}: no {lacks} of {benchmark.name} there, {held}; expected {_expected(benchmark)}")
 

@@ -360,7 +360,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
     texts = [_by_split(files) for (_, _, after), files in sets.items() if _TEXT_END.search(after)]
     several = [found for found in texts if sum(map(bool, found.values())) > 1]
     if not several:
-        parents = _split_folders(root, paths)
+        parents = _split_folders(root, paths, plain)
         below = parents.pop(root, _by_split([]))
         folders = {path.relative_to(root).parts[0] for path in chain(*below.values())}
         if all(below.values()) and len(folders) == len(SPLITS):
@@ -386,9 +386,10 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
     return None
 
 
-def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[Path]]]:
+def _split_folders(root: Path, paths: list[Path], plain: dict[str, list[Path]]) -> dict[Path, dict[str, list[Path]]]:
     """Return the files below folders named after splits, by the parent of these folders.
 
+    In the root, a file such as train.txt (`plain`) counts as a folder of its split.
     The names `training` and `dev` have other uses too: the first counts only without a folder `train` beside it, the
     second only beside one. A parent counts if its folders are those of all splits, or of two splits with texts. Below
     the root, where folders have such names for many reasons, one of them must be for training; all of them must have a
@@ -400,6 +401,8 @@ def _split_folders(root: Path, paths: list[Path]) -> dict[Path, dict[str, list[P
         depth = next((depth for depth, folder in enumerate(folders) if folder in _SPLIT_OF_FOLDER), None)
         if depth is not None:
             below.setdefault(root.joinpath(*path.relative_to(root).parts[:depth]), []).append((folders[depth], path))
+    if root in below:
+        below[root] += [(split, path) for split, files in plain.items() for path in files]
 
     def count(found: dict[str, list[Path]], is_text: Callable[[str], bool]) -> int:
         names = ([_COMPRESSED_END.sub("", path.name) for path in files] for files in found.values())

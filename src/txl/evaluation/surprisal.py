@@ -146,7 +146,7 @@ def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bo
 def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:
     first = next(tokens, None)
     if first is None:
-        raise UserError("the text is empty; expected some")
+        raise UserError("the text is empty; expected some text")
     yield first
     yield from tokens
 

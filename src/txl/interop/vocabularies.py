@@ -72,7 +72,7 @@ def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
     """Return the vocabulary of bytes (enwik8), characters (text8) or words whose symbols are given in order of id."""
     words = [symbol for symbol in symbols if isinstance(symbol, str)]
     if not words or len(words) < len(symbols):
-        raise UserError(f"{where}: expected symbols, in the order of their ids")
+        raise UserError(f"{where}: expected symbols, one or more, in the order of their ids")
     try:
         "".join(words).encode("utf-8")
     except UnicodeEncodeError as error:

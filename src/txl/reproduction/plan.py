@@ -9,6 +9,7 @@ from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import presets
+from txl.reporting.wording import counted
 from txl.reproduction.configuring import NotTrained, configure, estimated_segment
 from txl.reproduction.measuring import speed_length
 from txl.reproduction.scales import Scale
@@ -84,4 +85,4 @@ def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
         lines.append(f"| {row.key} | {row.name} | {row.preset or '-'} | {numbers} | {reason} |")
     total = seeds * sum(row.tokens or 0 for row in planned)
     trained = seeds * sum(row.tokens is not None for row in planned)
-    return [*lines, "", f"{trained} runs over {seeds} seed{'' if seeds == 1 else 's'}, {total:,} tokens in all"]
+    return [*lines, "", f"{counted(trained, 'run')} over {counted(seeds, 'seed')}, {total:,} tokens in all"]

@@ -243,7 +243,7 @@ SMALL = Scale(
 )
 PAPER = Scale(
     name="paper",
-    about="the published presets; see --dry-run for what they take",
+    about="the published presets",
     seeds=1,
     judged=True,
     corpora={},

@@ -25,7 +25,8 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
             Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), run.validation_lanes)
         except UserError as error:
             lanes = "--eval.batch-size" if run.train.eval_batch_size is None else "--train.eval-batch-size"
-            raise UserError(f"validation split: {error} ({lanes}, --train.eval-every 0)") from None
+            out = "or leave these evaluations out (--train.eval-every 0)"
+            raise UserError(f"validation split: {error} ({lanes}), {out}") from None
 
 
 def evaluate_in_training(
