@@ -68,6 +68,8 @@ def refused(capsys):
         (["report", "no-such-run"], "no-such-run: no such directory"),
         (["bench", "train", "--steps", "0"], "--steps is 0"),
         (["bench", "train", "--train.dtype", "bfloat16"], "--train.dtype has no effect here; use --dtype"),
+        (["demo", "--out", "/dev/null"], "--out /dev/null cannot be written into: it is a file"),
+        (["demo", "--out", "x", "--data.corpus", "no-text"], "no-text: no such file or folder"),
         (["demo", "--test-tokens", "0"], "--test-tokens is 0"),
         (["demo", "--test-tokens", "40", "--eval.batch-size", "64"], "--test-tokens is 40"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),

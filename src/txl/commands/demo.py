@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_data_dir, add_out, config_options
+from txl.commands.options import (
+    add_config_options,
+    add_data_dir,
+    add_out,
+    check_corpus,
+    config_options,
+    writable_folder,
+)
 from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
@@ -63,6 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
     validate(config)
     if limit is not None and limit < 2 * config.eval.batch_size:
         raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
+    writable_folder(out)  # refused before the machine is timed
+    check_corpus(config.data.corpus)
     if arguments.preset == _PRESET and "train.steps" not in changes:
         changes |= steps_of_this_machine(Path(out), config)
         config = with_options(config, changes)
