@@ -174,7 +174,10 @@ class Backend:
         """
         reason = self._missing(model) or self._misplaced(model, device, dtype)
         asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
-        return reason and f"model.attention {asked} {reason}, or use --model.attention shifted"
+        if reason is None:
+            return None
+        # Some reasons have a remedy of their own.
+        return f"model.attention {asked} {reason}{', or' if ';' in reason else ';'} use --model.attention shifted"
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
         """Return a message on the first unsupported option of the model; None if all are supported."""

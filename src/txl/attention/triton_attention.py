@@ -168,7 +168,9 @@ def triton_attention(
     if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
         return shifted_attention(query, key, value, position, u, v, scope)
     if reason is not None:
-        raise UserError(f"model.attention triton {reason}, or use --model.attention shifted")
+        raise UserError(
+            f"model.attention triton {reason}{', or' if ';' in reason else ';'} use --model.attention shifted"
+        )
     return kernel_attention(query, key, value, position, u, v, scope, dropout)
 
 
