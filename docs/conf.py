@@ -50,11 +50,11 @@ def setup(app) -> None:
 
 
 def filled(text: str) -> str:
-    """Replace `<!-- generated: NAME -->`, and a line in italics below it, which stands where nothing fills the page in.
+    """Replace `<!-- generated: NAME -->`, and a paragraph in italics below it, which stands where nothing fills it in.
 
     An unknown name ends the build.
     """
-    marker = r"<!-- generated: ([\w-]+) -->(\n\*.*\*$)?"
+    marker = r"<!-- generated: ([\w-]+) -->(\n\*[^*]+\*$)?"
     return re.sub(marker, lambda found: GENERATED[found[1]](), text, flags=re.MULTILINE)
 
 

@@ -71,6 +71,11 @@ def test_generated_tables_name_everything():
     assert set(subcommands.choices) == set(re.findall(r"^## txl ([\w-]+)", commands, flags=re.MULTILINE))
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "reference"], ids=of)
+def test_what_stands_in_for_a_generated_list_is_not_in_the_site(page):
+    assert "only in the built site" not in conf.filled(page.read_text(encoding="utf-8"))
+
+
 def test_a_marker_that_nothing_fills_ends_the_build():
     with pytest.raises(KeyError):
         conf.filled("<!-- generated: nothing -->")
