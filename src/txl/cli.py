@@ -37,10 +37,18 @@ COMMANDS = {
 _PLAIN = {
     r"^the following arguments are required: ": "missing: ",
     r"^one of the arguments (.*) is required$": r"missing: one of \1",
-    r"^argument (\S+): expected (?:at least )?one argument$": r"\1 needs a value",
+    r"^argument (?:\S+/)?(\S+): ignored explicit argument .*$": r"\1 takes no value",
     r"^argument (\S+): not allowed with argument (\S+)$": r"\1 and \2 were both given; expected one of them",
 }
 """Patterns of argparse's messages, and the wordings that replace them."""
+_WORDS = {"lr": "learning-rate", "text": "corpus", "data": "corpus"}
+"""Words of other programs for options, without the dashes."""
+_LEAST_SIMILARITY = 0.7
+"""Similarity, from 0 to 1, of a mistaken option and an option that is suggested instead."""
+
+
+class _Missing(UserError):
+    """Error that a required argument or option was not given."""
 
 
 class _Help(argparse.HelpFormatter):
@@ -127,20 +135,71 @@ class Parser(argparse.ArgumentParser):
         """Raise a `UserError` with the message in one line."""
         for pattern, plain in _PLAIN.items():
             message = re.sub(pattern, plain, message)
-        raise UserError(f"{message} (see {self.prog} --help)")
+        kind = _Missing if message.startswith("missing: ") else UserError
+        raise kind(f"{message} (see {self.prog} --help)")
 
     def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the arguments; refuse an unknown option, and name options with similar names."""
-        namespace, unknown = super().parse_known_args(args, namespace)
+        """Parse the arguments; refuse an unknown one before a missing one, which may be the same one misspelt."""
+        missing = ""
+        try:
+            namespace, unknown = super().parse_known_args(args, namespace)
+        except _Missing as error:
+            missing = str(error)
+            needed = [each for each in (*self._actions, *self._mutually_exclusive_groups) if each.required]
+            for each in needed:
+                each.required = False
+            _, unknown = super().parse_known_args(args)
+            for each in needed:
+                each.required = True
         if unknown:
-            option = unknown[0].split("=")[0]
-            # --model.n_layer and --model.n-layer are one option; suggest only one spelling.
-            known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
-            if not option.startswith("-"):
-                self.error(f"unknown argument {option}")
-            hint = did_you_mean(option.replace("_", "-"), known)
-            self.error(f"unknown option {option}" + (f"; {hint}" if hint else ""))
+            self._refuse_unknown(unknown, missing)
+        if missing:
+            raise UserError(missing)
         return namespace, []
+
+    def _refuse_unknown(self, unknown: list[str], missing: str) -> NoReturn:
+        """Refuse unknown words, and say what may have been meant.
+
+        Args:
+            unknown: the words; the first option among them is named, else the first word.
+            missing: the message that names the missing options; empty if there are none.
+        """
+        word = next((each.split("=")[0] for each in unknown if each.startswith("-")), unknown[0])
+        if not word.startswith("-"):
+            option = re.search(r"--[\w-]+", missing.partition(" (")[0])
+            self.error(f"unknown argument {word}" + (f"; did you mean {option[0]} {word}?" if option else ""))
+        for action in self._actions:
+            if not action.option_strings and word.lstrip("-") in (action.dest, str(action.metavar).lower()):
+                self.error(f"unknown option {word}; give {action.metavar} as an argument: {self._needed()}")
+        # --model.n_layer and --model.n-layer are one option; suggest only one spelling.
+        known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
+        near = _nearest(word, known)
+        self.error(f"unknown option {word}" + (f"; did you mean {near}?" if near else ""))
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        """Refuse an option without its value, and tell how to write a value that begins with a dash."""
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError:
+            name, is_last = _name(action), not arg_strings_pattern
+            hint = "" if is_last else f"; if it begins with -, write {name}=-x"
+            raise argparse.ArgumentError(None, f"{name} needs a value{hint}") from None
+
+
+def _nearest(option: str, known: Sequence[str]) -> str | None:
+    """Return the known option nearest to an unknown one, if one is near; dashes and sections are not compared."""
+    from difflib import SequenceMatcher
+
+    section, _, word = option.lstrip("-").replace("_", "-").rpartition(".")
+    word = _WORDS.get(word, word)
+
+    def similarity(name: str) -> float:
+        other = name.lstrip("-").rpartition(".")[2]
+        begins = min(len(word), len(other)) > 2 and (word.startswith(other) or other.startswith(word))
+        return begins + SequenceMatcher(None, word, other).ratio()  # --output and --out-file are near --out
+
+    near = [name for name in known if similarity(name) >= _LEAST_SIMILARITY]
+    return max(near, key=lambda name: (similarity(name), name.startswith(f"--{section}."), -len(name)), default=None)
 
 
 def _name(action: argparse.Action) -> str:

@@ -23,7 +23,7 @@ def add_parser(commands: Subparsers) -> None:
         description="Print a script by which the shell completes commands, options, presets and files. For every new "
         'shell, put the example into ~/.bashrc; for zsh, eval "$(txl completion zsh)" after compinit into ~/.zshrc.',
     )
-    parser.add_argument("shell", choices=_SHELLS, metavar="|".join(_SHELLS), help="the shell")
+    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=" or ".join(_SHELLS))
     parser.set_defaults(run=run)
 
 
