@@ -186,6 +186,34 @@ def test_mistakes_about_a_run(words, expected, refused, trained, data_dir, monke
     assert (trained / "log.jsonl").read_bytes() == log
 
 
+@pytest.mark.parametrize("name", ["config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints/x"])
+@pytest.mark.parametrize("words", [["report", "RUN"], ["score", "RUN", "TEXT"], ["compress", "TEXT", "--model", "RUN"]])
+def test_a_file_of_the_run_is_not_overwritten(words, name, refused, trained, tmp_path):
+    (tmp_path / "text").write_text("The river")
+    places = {"RUN": str(trained), "TEXT": str(tmp_path / "text")}
+    before = {each: each.read_bytes() for each in trained.rglob("*") if each.is_file()}
+    error = refused(*(places.get(word, word) for word in words), "--out", f"{trained / name}")
+    assert f"--out {trained / name} is a file of the run itself; expected another file" in error
+    assert {each: each.read_bytes() for each in trained.rglob("*") if each.is_file()} == before
+
+
+@pytest.mark.parametrize("words", [["score", "RUN", "TEXT"], ["compress", "TEXT", "--online", "--no-verify"]])
+@pytest.mark.parametrize(
+    ("out", "reason"),
+    [("/dev/full", "No space left on device"), ("n" * 255, "File name too long"), ("/proc/x", "No such file")],
+)
+def test_an_output_file_that_cannot_be_written_is_named_as_it_was_given(
+    words, out, reason, refused, trained, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("The river")
+    places = {"RUN": str(trained), "TEXT": "text"}
+    error = refused(*(places.get(word, word) for word in words), "--out", out)
+    assert f"--out {out}: cannot be written ({reason}" in error
+    assert error.endswith("); give another file")
+    assert [each.name for each in tmp_path.iterdir()] == ["text"]
+
+
 def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)

@@ -155,6 +155,16 @@ def test_a_reader_that_leaves_early_is_no_error(trained):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["train", "--help"], ["presets"], ["presets", "--json"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_that_is_full(words, unbuffered):
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "txl", *words], stdout=full, stderr=subprocess.PIPE, env=env)
+    said = b"txl: error: standard output: No space left on device; make room, or write elsewhere\n"
+    assert (done.returncode, done.stderr) == (2, said)
+
+
 SMALL = (
     "--model.n-layer 1 --model.d-model 16 --model.n-head 2 --model.d-head 8 --model.d-inner 24 --model.mem-len 8 "
     "--train.batch-size 4 --train.segment 8 --train.log-every 5 --train.eval-every 100000 --train.checkpoint-every 100000"

@@ -11,6 +11,7 @@ import io
 import os
 import re
 import select
+import stat
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 import txl
 from txl.commands.options import bounded_int
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean, is_out_of_memory
+from txl.files import is_full
 
 COMMANDS = {
     "start": ("demo", "presets", "data"),
@@ -109,6 +111,10 @@ class Parser(argparse.ArgumentParser):
             formatter.end_section()
         formatter.add_text(self.epilog)
         return f"example: {self.example}\n{self.format_usage()}\n{formatter.format_help()}"
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print a help or the version; argparse itself would hide that standard output is full."""
+        print(message, end="", file=file, flush=True)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         """Convert a value; refuse a value of the wrong type with the wording used for the configuration's fields."""
@@ -270,13 +276,14 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone(sys.stdout.fileno()):
             return 1  # that of standard error, say: the command has not done its work
-        # The reader closed the pipe (`txl generate ... | head`): not an error. The null device takes the rest of the
-        # buffer; otherwise Python complains at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # the reader closed the pipe (`txl generate ... | head`): not an error
         return 0
     except OSError as error:
         if error.strerror is None:
             raise
+        if error.filename is None and is_full(error) and _output_is_a_file():
+            _discard_output()
+            return _refuse(f"standard output: {error.strerror}; make room, or write elsewhere")
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
@@ -295,6 +302,17 @@ def _report(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             print(f"txl: {message}", file=sys.stderr)
+
+
+def _output_is_a_file() -> bool:
+    """Return whether standard output is a file or a device, which may be full, unlike a pipe or a terminal."""
+    mode = os.fstat(sys.stdout.fileno()).st_mode
+    return stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not sys.stdout.isatty())
+
+
+def _discard_output() -> None:
+    """Let the null device take what is left in the buffer of standard output; otherwise Python complains at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _reader_is_gone(descriptor: int) -> bool:

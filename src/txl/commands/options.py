@@ -453,6 +453,22 @@ def check_output_file(out: str | None, source: Path | None) -> None:
         raise UserError(f"--out {out} is a folder; expected the name of a file")
     if source is not None and path.exists() and path.samefile(source):
         raise UserError(f"--out {out} is the source itself; expected another file")
+    if _is_of_a_run(path.resolve()):
+        raise UserError(f"--out {out} is a file of the run itself; expected another file")
+
+
+_OF_A_RUN = ("config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints")
+"""Files of a run directory without which the run is lost."""
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Return whether a resolved path is that of a file in `_OF_A_RUN`, or below its folder of checkpoints."""
+    return any(
+        path.relative_to(folder).parts[0] in _OF_A_RUN
+        and (folder / "config.json").is_file()
+        and (folder / "checkpoints").is_dir()
+        for folder in path.parents
+    )
 
 
 def run_corpus(

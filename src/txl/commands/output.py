@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from txl.errors import UserError
-from txl.files import is_replaceable, remove_partials, replacing, with_null
+from txl.files import is_full, is_replaceable, remove_partials, replacing, with_null
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -145,25 +145,33 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
 
     A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. After
     Ctrl-C or SIGTERM no incomplete file is left; an incomplete file of a killed process is removed at the next call.
+
+    Raises:
+        UserError: if the file cannot be written.
     """
     if out is None:
         yield sys.stdout.buffer if binary else sys.stdout
         return
-    path = Path(out)
-    whole = is_replaceable(path)
-    if whole:
-        for left in remove_partials(path):
-            say(f"note: {left}, which a killed process had left, was removed")
-    with (
-        replacing(path) if whole else nullcontext(path) as written,
-        _removed_by_signals(written) if whole else nullcontext(),
-    ):
-        if binary:
-            with open(written, "wb") as file:
-                yield file
-        else:
-            with open(written, "w", encoding="utf-8", newline="\n") as file:
-                yield file
+    path = written = Path(out)
+    try:
+        whole = is_replaceable(path)
+        if whole:
+            for left in remove_partials(path):
+                say(f"note: {left}, which a killed process had left, was removed")
+        with (
+            replacing(path) if whole else nullcontext(path) as written,
+            _removed_by_signals(written) if whole else nullcontext(),
+        ):
+            if binary:
+                with open(written, "wb") as file:
+                    yield file
+            else:
+                with open(written, "w", encoding="utf-8", newline="\n") as file:
+                    yield file
+    except OSError as error:
+        if error.filename == str(written) or (error.filename is None and is_full(error)):
+            raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another file") from None
+        raise
 
 
 @contextmanager
