@@ -96,7 +96,8 @@ def refused(capsys):
         (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "--train.seed is '999"),
         (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),
         (["train", "stdlib-tiny", "--dry-run", "--corpus", "nowhere.txt"], "nowhere.txt: no such file or folder"),
-        (["train", "stdlib-tiny", "--dry-run", "--init-from", "nowhere"], "nowhere: not a run directory"),
+        (["train", "stdlib-tiny", "--dry-run", "--init-from", "nowhere"],
+         "--init-from nowhere: no such directory; expected a run directory"),
         (["train", "stdlib-tiny", "--dry-run", "--fork", "--extend"], "--fork and --extend were both given"),
         (["train", "stdlib-tiny", "--dry-run", "--train.steps", "9" * 23], "expected a whole number from -9007199254740992"),
         (["train", "stdlib-tiny", "--dry-run", "--model.cutoffs", f"5,{2**53 + 1}"], "to 9007199254740992"),
@@ -112,6 +113,30 @@ def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert expected in refused(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["train", "FILE", "--out", "x"], "FILE is a file, not a preset; give a text with --data.corpus FILE"),
+        (["status", "FILE"], "FILE is a file; expected a run directory"),
+        (["status", "LINK"], "LINK is a broken link; expected a run directory"),
+        (["train", "stdlib-tiny", "--out", "FILE"], "--out FILE is a file; expected a directory"),
+        (["train", "stdlib-tiny", "--out", "LINK"], "--out LINK is a broken link; expected a directory"),
+        (["train", "stdlib-tiny", "--out", "x", "--init-from", "FILE"], "--init-from FILE is a file; expected a run"),
+        (["import", "x.pt", "--out", "FILE"], "--out FILE is a file; expected a directory"),
+        (["data", "info", "FILE", "--data-dir", "FILE"], "--data-dir FILE is a file; expected a folder"),
+    ],
+)  # fmt: skip
+def test_a_file_or_a_broken_link_in_place_of_a_directory(words, expected, refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text("mine")
+    Path("LINK").symlink_to("nothing")
+    assert expected in refused(*words)
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["FILE", "LINK"]
+    assert Path("FILE").read_text() == "mine"
+    monkeypatch.setenv("TXL_DATA", "FILE")
+    assert "TXL_DATA FILE is a file; expected a folder" in refused("data", "info", "FILE")
 
 
 @pytest.mark.parametrize(

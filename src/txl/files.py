@@ -151,6 +151,19 @@ def make_scratch(folder: Path, name: str) -> Path:
     return scratch
 
 
+def refuse_file(path: Path, what: str, expected: str = "a directory") -> None:
+    """Refuse a path for a directory if a file or a broken link has it; what does not exist is not refused.
+
+    Args:
+        path: the path.
+        what: the path for the message, after the option that it was given to.
+        expected: what the message says was expected.
+    """
+    if os.path.lexists(path) and not path.is_dir():
+        kind = "a file" if path.exists() else "a broken link"
+        raise UserError(f"{what} is {kind}; expected {expected}")
+
+
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's content, in hexadecimal digits."""
     with open(path, "rb") as file:

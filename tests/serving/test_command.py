@@ -114,7 +114,7 @@ def test_what_is_not_there_or_taken(trained, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("not a folder")
     assert main(["serve", str(trained), "--port", "0", "--streams", str(file)]) == 2
-    assert "--streams" in capsys.readouterr().err
+    assert f"--streams {file} is a file; expected a folder" in capsys.readouterr().err
 
 
 def test_without_the_extra(trained, monkeypatch, capsys):

@@ -11,6 +11,7 @@ from txl.commands.options import add_config_options, add_json, add_out, check_co
 from txl.commands.output import print_json
 from txl.config import leaf_fields, shown
 from txl.errors import UserError
+from txl.files import refuse_file
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -58,7 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
     check_corpus(arguments.corpus)
     stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_file(out, f"--out {out}")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: not empty; give another directory")
     path = checkpoint_path(arguments.path, quiet=arguments.json)
     from txl.interop.import_run import import_run

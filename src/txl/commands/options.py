@@ -28,6 +28,7 @@ from txl.config import (
     with_options,
 )
 from txl.errors import UserError
+from txl.files import refuse_file
 
 if TYPE_CHECKING:
     from txl.data.detokenise import Convention
@@ -152,6 +153,8 @@ def base_config(name: str) -> RunConfig:
     from txl.presets import preset, presets
 
     if name in presets() or not (Path(name) / "config.json").is_file():
+        if name not in presets() and Path(name).is_file():
+            raise UserError(f"{name} is a file, not a preset; give a text with --data.corpus {name}")
         if os.sep in name:
             raise UserError(f"{name} is neither a preset nor a run directory (it has no config.json)")
         return preset(name)
@@ -385,13 +388,14 @@ def pick_device(name: str | None) -> str:
     return chosen
 
 
-def existing_run(path: str) -> Path:
-    """Return the path of a run directory; refuse a path that is not a run directory."""
-    directory = Path(path)
+def existing_run(path: str, option: str = "") -> Path:
+    """Return the path of a run directory, given to `option` or as an argument; refuse what is not a run directory."""
+    directory, what = Path(path), f"{option} {path}".lstrip()
+    refuse_file(directory, what, "a run directory")
     if not directory.is_dir():
-        raise UserError(f"{path}: no such directory; expected a run directory (made by txl train --out {path})")
+        raise UserError(f"{what}: no such directory; expected a run directory (made by txl train --out {path})")
     if not (directory / "config.json").is_file():
-        raise UserError(f"{path}: not a run directory (it has no config.json)")
+        raise UserError(f"{what}: not a run directory (it has no config.json)")
     return directory
 
 
@@ -418,8 +422,7 @@ def check_corpus(name: str) -> None:
 def writable_folder(path: str | Path) -> Path:
     """Return a folder for results after checking that it is writable; folders made for the check are removed."""
     folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {path} cannot be written into: it is a file; expected a folder")
+    refuse_file(folder, f"--out {path}", "a folder")
     made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]  # the innermost first
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from txl.commands.options import (
     base_config,
     check_corpus,
     config_options,
+    existing_run,
     pick_device,
 )
 from txl.commands.output import print_json, say
@@ -250,7 +251,7 @@ def _check_source(arguments: argparse.Namespace) -> None:
     if arguments.fork and out is not None and not out.config_path.exists():
         raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
     if arguments.init_from is not None and (out is None or not has_checkpoint(out)):
-        RunDirectory(arguments.init_from).config()
+        RunDirectory(existing_run(arguments.init_from, "--init-from")).config()
 
 
 def _inherited_size(arguments: argparse.Namespace) -> int | None:

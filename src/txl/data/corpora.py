@@ -32,7 +32,7 @@ from txl.data.sources import (
 )
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
-from txl.files import JsonObject, usable_cache
+from txl.files import JsonObject, refuse_file, usable_cache
 
 __all__ = [
     "Corpus",
@@ -242,7 +242,9 @@ def data_directory(data_dir: str | Path | None) -> Path:
     """Return the directory of prepared corpora: `data_dir`, else TXL_DATA, else the user's cache."""
     chosen = data_dir or os.environ.get("TXL_DATA")
     if chosen:
-        return Path(os.path.expanduser(chosen))
+        folder = Path(os.path.expanduser(chosen))
+        refuse_file(folder, f"{'--data-dir' if data_dir else 'TXL_DATA'} {chosen}", "a folder")
+        return folder
     try:
         return usable_cache(Path(platformdirs.user_cache_dir("transformer-xl")))
     except RuntimeError:  # HOME is not set, and the user id has no home directory

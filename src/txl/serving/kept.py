@@ -16,7 +16,7 @@ import portalocker
 from portalocker import LockFlags
 
 from txl.errors import UserError
-from txl.files import reason_of, replacing
+from txl.files import reason_of, refuse_file, replacing
 from txl.serving.kept_stream import KeptStream, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
@@ -202,6 +202,7 @@ class KeptStreams:
             _logger.error("%s: the stream could not be written (%s)", self._path(stream), reason_of(error))
 
     def _open(self, folder: Path) -> None:
+        refuse_file(folder, f"--streams {folder}", "a folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed when the server stops)

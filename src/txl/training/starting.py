@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
+from txl.files import refuse_file
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
 from txl.training.schedule import learning_rate
@@ -28,6 +29,7 @@ _BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.
 
 def make_directory(path: Path) -> list[Path]:
     """Create a directory with its parents, and return the folders that were missing, innermost first."""
+    refuse_file(path, f"--out {path}")
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
