@@ -256,6 +256,7 @@ def _run(argv: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # characters that the terminal cannot encode must not end a command
+    arguments = argparse.Namespace()
     try:
         arguments = build_parser().parse_args(argv)
         arguments.run(arguments)
@@ -288,7 +289,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        return _refuse("out of memory; use a smaller model, batch, segment or memory (txl train --dry-run estimates)")
+        smaller = getattr(arguments, "smaller", "model, batch, segment or memory (txl train --dry-run estimates)")
+        return _refuse(f"out of memory; use a smaller {smaller}")
 
 
 def _refuse(message: str) -> int:

@@ -96,6 +96,7 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         (["--allow-origin", "https://example.org/"], "scheme, host and port"),
         (["--allow-origin", "https://Example.org"], "scheme, host and port"),
         (["--allow-origin", "https://example.org:443"], "scheme, host and port"),
+        (["--max-streams", str(2**53)], "out of memory; use a smaller --max-streams or --mem-len"),
     ],
 )
 def test_mistakes_are_one_line(trained, words, reason, capsys):

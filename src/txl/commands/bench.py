@@ -39,6 +39,7 @@ def add_parser(commands: Subparsers) -> None:
         description="Compare speed with the machine's rate of matrix products, or with that of a vanilla Transformer; "
         "or find what fits into a given memory.",
     )
+    parser.set_defaults(smaller="--vocabulary, model, batch, segment or memory")
     workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
     for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
         each = workloads.add_parser(

@@ -92,7 +92,7 @@ def add_parser(commands: Subparsers) -> None:
         help="save streams there, every 10 seconds and at the end, and open them again",
     )
     add_memory_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, smaller="--max-streams or --mem-len")
 
 
 def run(arguments: argparse.Namespace) -> None:
