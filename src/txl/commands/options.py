@@ -218,11 +218,11 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
 """Device types of PyTorch."""
 
 
+@named("cpu, cuda or cuda:1")
 def _device(text: str) -> str:
     """Return the name of a device; refuse an unknown device type here, before PyTorch is imported."""
-    if text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends"):
-        reason = f"expected one of {', '.join(_DEVICES)}"
-        raise argparse.ArgumentError(None, f"--device {text} cannot be used here ({reason}); try --device cpu")
+    if not text or (text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends")):
+        raise ValueError
     return text
 
 
@@ -382,8 +382,10 @@ def pick_device(name: str | None) -> str:
         if chosen.startswith("cuda:"):
             torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"--device {chosen} cannot be used here ({reason}); try --device cpu") from None
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        if "aten::" in reason:  # words for PyTorch's own developers
+            reason = "this PyTorch has no such device"
+        raise UserError(f"--device {chosen} cannot be used here: {reason}; use --device cpu") from None
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too
     return chosen
 
