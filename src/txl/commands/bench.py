@@ -52,7 +52,10 @@ def add_parser(commands: Subparsers) -> None:
         _add_workload(each)
         each.add_argument("--steps", type=int, default=8, metavar="N", help="steps to time (default: 8)")
         each.add_argument(
-            "--dtype", choices=("float32", "bfloat16", "both"), default="both", help="arithmetic (default: both)"
+            "--dtype",
+            choices=("float32", "bfloat16", "both"),
+            default="both",
+            help="number format of matrix products (default: both)",
         )
         if workload == "train":
             each.add_argument("--compile", action="store_true", help="time compiled layers too, and compare")

@@ -54,9 +54,8 @@ def add_parser(commands: Subparsers) -> None:
         nargs="?",
         const="run",
         choices=("run", "rms", "sgd"),
-        help="let the model adapt to what it has coded: by the rule, rates and segment of the last dynamic evaluation "
-        f"in its log (run; the default; without one, sgd at learning rate {_LEARNING_RATE}), or by a rule of txl "
-        "dynamic",
+        help="let the model adapt to what it has coded: as in the last dynamic evaluation in the run's log (run, the "
+        f"default; without one, sgd at learning rate {_LEARNING_RATE}), or by the rule rms or sgd",
     )
     parser.add_argument("--dynamic-learning-rate", type=float, metavar="X", help="of --dynamic rms or sgd")
     parser.add_argument("--dynamic-decay", type=float, metavar="X", help="of --dynamic rms or sgd (default: 0)")

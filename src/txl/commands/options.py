@@ -234,12 +234,12 @@ def add_checkpoint(parser: argparse._ActionsContainer) -> None:
 
 
 def add_dtype(parser: argparse._ActionsContainer) -> None:
-    """Add the option for the arithmetic of an evaluation."""
+    """Add the option for the number format of an evaluation."""
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="arithmetic of matrix products (default: float32)",
+        help="number format of matrix products (default: float32)",
     )
 
 

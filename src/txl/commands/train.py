@@ -59,7 +59,8 @@ def add_parser(commands: Subparsers) -> None:
         "preset",
         nargs="?",
         metavar="PRESET",
-        help="a configuration by name (txl presets), or a run directory; none: the run's in --out, or --minutes",
+        help="a preset (txl presets) or a run directory; leave it out to go on with the run in --out, or with "
+        "--minutes",
     )
     first = parser.add_argument_group("what matters most")
     add_out(first, "DIR", "the run directory; needed unless --dry-run")
@@ -67,7 +68,7 @@ def add_parser(commands: Subparsers) -> None:
         "--minutes",
         type=float,
         metavar="N",
-        help="instead of a preset: choose what is done in N minutes, for --corpus and this machine",
+        help="instead of a preset: choose a model that this machine can train on --corpus in N minutes",
     )
     this_run = parser.add_argument_group("this run")
     this_run.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
@@ -75,7 +76,7 @@ def add_parser(commands: Subparsers) -> None:
     this_run.add_argument(
         "--fork",
         action="store_true",
-        help="if OUT holds a run of another configuration, start a new one from its weights in OUT-fork-N",
+        help="if --out DIR holds another run, start a new run in DIR-fork-N from its weights",
     )
     this_run.add_argument("--dry-run", action="store_true", help="only show the configuration and what it costs")
     this_run.add_argument("--quiet", action="store_true", help="show no progress")
