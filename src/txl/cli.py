@@ -273,7 +273,7 @@ def _run(argv: Sequence[str] | None) -> int:
         _report(" ".join(str(failure).split()))
         return 1
     except UserError as error:
-        return _refuse(str(error))
+        return _refuse(_with_option(str(error), arguments))
     except BrokenPipeError:
         if not _reader_is_gone(sys.stdout.fileno()):
             return 1  # that of standard error, say: the command has not done its work
@@ -291,6 +291,14 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         smaller = getattr(arguments, "smaller", "model, batch, segment or memory (txl train --dry-run estimates)")
         return _refuse(f"out of memory; use a smaller {smaller}")
+
+
+def _with_option(message: str, arguments: argparse.Namespace) -> str:
+    """Name an option of the command where a function of the package has named its parameter: "mem_len is -1 ..."."""
+    named = re.match(r"([a-z]\w*) is ", message)
+    if named is None or named[1] not in vars(arguments):
+        return message
+    return f"--{named[1].replace('_', '-')}{message[named.end(1) :]}"
 
 
 def _refuse(message: str) -> int:

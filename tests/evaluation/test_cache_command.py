@@ -89,7 +89,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
         (["cache", "--size", "0"], "size is 0"),
         (["cache", "--size", str(2**32 + 1)], "at most 4294967296"),
         (["cache", "--size", "99999999999999999999999"], "expected a whole number from"),
-        (["cache", "--max-tokens", "-5"], "max_tokens is -5"),
+        (["cache", "--max-tokens", "-5"], "--max-tokens is -5"),
         (["cache", "--temperature", "0"], "temperature is 0"),
         (["cache", "--lambdas", "0.1,1"], "lambda is 1.0"),
         (["cache", "--thetas", "a"], "expected numbers separated by commas"),
