@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -96,6 +98,49 @@ def test_a_log_takes_no_other_field(tmp_path):
         directory.append(EventName.ROLLBACK, 4, to_step=7)
     (line,) = directory.events()
     assert line.keys() == {"event", "step", "time", "from_step"}
+
+
+def _copy_with_measurements(trained: Path, tmp_path: Path, data_dir: Path) -> Path:
+    """Return a copy of a run whose log also has an evaluation, a sweep and a sample."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    few = ("--max-tokens", "300", "--data-dir", str(data_dir))
+    for words in (("eval", str(run), *few), ("eval", str(run), *few, "--mem-lens", "0,4")):
+        assert main([*words]) == 0
+    assert main(["generate", str(run), "--prompt", "a", "--max-tokens", "3"]) == 0
+    return run
+
+
+def test_lines_without_fields_or_figures_are_left_out(trained, data_dir, tmp_path, capsys):
+    """Each line of a log is damaged, in one field at a time; readers must count it as torn, or must not need the field."""
+    run = _copy_with_measurements(trained, tmp_path, data_dir)
+    log = run / "log.jsonl"
+    whole = log.read_text().splitlines()
+    last = {json.loads(line)["event"]: json.loads(line) for line in whole}
+    damaged = [{"event": name, "step": 12} for name in last]
+    for event in last.values():
+        required = EVENTS[event["event"]].__required_keys__
+        damaged += [{key: value for key, value in event.items() if key != name} for name in required]
+        damaged += [event | {name: ["x"]} for name, value in event.items() if type(value) in (int, float)]
+        damaged += [event | {name: 5} for name, value in event.items() if isinstance(value, (dict, list, str))]
+    damaged += [last["sweep"] | {"rows": [{}]}, last["sweep"] | {"rows": [3]}]
+    damaged += [last["train"] | {"tokens": True}, last["train"] | {"loss": "x"}]
+    log.write_text("\n".join([*whole, *map(json.dumps, damaged)]) + "\n")
+    assert RunDirectory(run).events_and_torn() == ([json.loads(line) for line in whole], len(damaged))
+    capsys.readouterr()
+    assert main(["report", str(run), "--data-dir", str(data_dir)]) == 0
+    left_out = f"note: {log}: {len(damaged)} lines left out, torn by a crash or without all fields"
+    assert capsys.readouterr().err == f"{left_out}\n"
+
+
+def test_fields_that_older_logs_lack_are_not_needed(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    whole = RunDirectory(run).events()
+    older = [{name: line[name] for name in line if name in EVENTS[line["event"]].__required_keys__} for line in whole]
+    assert older != whole
+    (run / "log.jsonl").write_text("\n".join(map(json.dumps, [*older, {"event": "new", "step": 1, "time": 0}])))
+    assert RunDirectory(run).events_and_torn() == ([*older, {"event": "new", "step": 1, "time": 0}], 0)
 
 
 def test_a_run_writes_events_with_all_their_fields_and_no_others(tmp_path, data_dir, story, capsys):

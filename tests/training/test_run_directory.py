@@ -50,21 +50,21 @@ def write(folder: Path, step: int, weights: dict[str, torch.Tensor] = WEIGHTS) -
 def test_events_come_back_as_they_were_written(tmp_path):
     run = RunDirectory(tmp_path)
     text = "line\u2028separator, \x85 next line, \n newline, “quotes”, \ud800 half a pair"
-    run.append(EventName.SAMPLE, 3, text=text, temperature=0.1)
-    run.append(EventName.TRAIN, 4)
+    run.append(EventName.END, 3, elapsed=0.1, diverged=text)
+    run.append(EventName.AVERAGE, 4)
     first, second = run.events()
-    assert first["text"] == text.replace("\ud800", "?")
-    assert (first["event"], first["step"], first["temperature"]) == ("sample", 3, 0.1)
+    assert first["diverged"] == text.replace("\ud800", "?")
+    assert (first["event"], first["step"], first["elapsed"]) == ("end", 3, 0.1)
     assert second["time"] >= first["time"] > 1.7e9
     assert (tmp_path / "log.jsonl").read_bytes().count(b"\n") == 2
 
 
 def test_numbers_that_json_has_no_name_for_are_null_in_the_log(tmp_path):
     directory = RunDirectory(tmp_path)
-    directory.append(EventName.SPIKE, 3, loss=math.inf, grad_norm=2.0, recent_mean=math.nan)
+    directory.append(EventName.SPIKE, 3, loss=math.inf, grad_norm=2.0, recent_mean=1.0)
     line = (tmp_path / "log.jsonl").read_text()
     found = json.loads(line, parse_constant=pytest.fail)
-    assert (found["loss"], found["grad_norm"], found["recent_mean"]) == (None, 2.0, None)
+    assert (found["loss"], found["grad_norm"], found["recent_mean"]) == (None, 2.0, 1.0)
     (event,) = directory.events()
     assert math.isnan(event["loss"])
     assert event["grad_norm"] == 2.0
@@ -72,11 +72,11 @@ def test_numbers_that_json_has_no_name_for_are_null_in_the_log(tmp_path):
 
 def test_a_torn_last_line_is_left_out_and_not_glued_to_the_next(tmp_path):
     run = RunDirectory(tmp_path)
-    run.append(EventName.TRAIN, 1)
+    run.append(EventName.AVERAGE, 1)
     with open(tmp_path / "log.jsonl", "ab") as file:
         file.write(b'{"event": "train", "st')
     assert [event["step"] for event in run.events()] == [1]
-    run.append(EventName.TRAIN, 3)
+    run.append(EventName.AVERAGE, 3)
     assert [event["step"] for event in run.events()] == [1, 3]
 
 
@@ -86,15 +86,14 @@ def test_two_processes_append_whole_lines(tmp_path):
         from txl.runs.directory import RunDirectory
         from txl.runs.events import EventName
         for step in range(50):
-            RunDirectory(sys.argv[1]).append(EventName.SAMPLE, step, prompt=sys.argv[2], text=sys.argv[2] * 20_000)
+            RunDirectory(sys.argv[1]).append(EventName.STOP, step, reason=sys.argv[2] * 20_000)
     """)
     processes = [subprocess.Popen([sys.executable, "-c", program, tmp_path, name]) for name in "ab"]
     assert [process.wait(timeout=120) for process in processes] == [0, 0]
     events = RunDirectory(tmp_path).events()
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == len(events) == 100
     for name in "ab":
-        assert [event["step"] for event in events if event["prompt"] == name] == list(range(50))
-    assert all(event["text"] == event["prompt"] * 20_000 for event in events)
+        assert [event["step"] for event in events if event["reason"] == name * 20_000] == list(range(50))
 
 
 def test_a_log_that_cannot_be_written_is_the_user_s_to_mend(tmp_path):

@@ -108,8 +108,8 @@ def print_rows(rows: Sequence[Evaluation]) -> None:
     if last["cache_size"] is not None:
         shown = f"theta {last['cache_theta']:g}, lambda {last['cache_lambda']:g}"
         print(f"with a continuous cache of {last['cache_size']:,} tokens, {shown}")
-    if first["dynamic"] is not None:
-        print(adaptation_text(first["dynamic"]))
+    if (dynamic := first.get("dynamic")) is not None:
+        print(adaptation_text(dynamic))
     if first["temperature"] != 1:
         print(f"softmax at temperature {first['temperature']:g}")
     if unknown := first.get("unknown"):

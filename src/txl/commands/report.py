@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from txl.commands.options import add_data_dir, add_json, add_out, check_output_file, existing_run
-from txl.commands.output import print_json
+from txl.commands.output import print_json, say
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -37,7 +37,12 @@ def run(arguments: argparse.Namespace) -> None:
     directory = existing_run(arguments.directory)
     check_output_file(arguments.out, None)
     from txl.reporting.report import write_report
+    from txl.reporting.wording import counted
+    from txl.runs.directory import RunDirectory
 
+    _, torn = RunDirectory(directory).events_and_torn()
+    if torn:
+        say(f"note: {directory / 'log.jsonl'}: {counted(torn, 'line')} left out, torn by a crash or without all fields")
     path = write_report(
         directory,
         out=arguments.out,

@@ -28,7 +28,7 @@ from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject, read_json, with_null, write_whole
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
-from txl.runs.events import EventName, StartEvent, fields_of, select
+from txl.runs.events import EventName, StartEvent, fields_of, is_complete, select
 
 if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to import
     import torch
@@ -114,11 +114,14 @@ class RunDirectory:
             raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def events(self) -> list[JsonObject]:
-        """Return all events of the log in order; lines torn by a crash are left out."""
+        """Return all events of the log in order; torn lines are left out."""
         return self.events_and_torn()[0]
 
     def events_and_torn(self) -> tuple[list[JsonObject], int]:
-        """Return all events of the log in order, and the number of torn lines; null in `_FIGURES` becomes NaN."""
+        """Return all events of the log in order, and the number of torn lines; null in `_FIGURES` becomes NaN.
+
+        A line is torn if a crash has cut it off, or if it lacks fields of its event (`is_complete`).
+        """
         path = self.path / "log.jsonl"
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -133,8 +136,9 @@ class RunDirectory:
                 event = json.loads(line) if line.strip() else None
             except (ValueError, RecursionError):
                 event = {}
-            if isinstance(event, dict) and isinstance(event.get("event"), str) and type(event.get("step")) is int:
-                found.append(_with_nan(event))
+            event = _with_nan(event) if isinstance(event, dict) else {}
+            if is_complete(event):
+                found.append(event)
             else:
                 torn += line.strip() != ""
         return found, torn

@@ -7,9 +7,11 @@ Losses are in nats per token, times in seconds. A `NotRequired` field is missing
 version wrote the line.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import NotRequired, TypedDict, TypeVar, cast
+from types import UnionType
+from typing import Any, NotRequired, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
 
 from txl.files import JsonObject
 
@@ -62,18 +64,18 @@ class StartEvent(LogEvent):
     total_parameters: int
     attention: str
     """Attention backend in use."""
-    compiled: bool
+    compiled: NotRequired[bool]
     """True if `torch.compile` compiles the layers."""
     hardware: JsonObject
     software: dict[str, str]
     command: list[str]
     """Words of the command line (`sys.argv`)."""
-    init_from: str | None
+    init_from: NotRequired[str | None]
     """Absolute path of the directory that the initial weights were read from; None: random weights."""
-    init_note: str | None
+    init_note: NotRequired[str | None]
     """Note on classifiers of auxiliary losses that were left out or newly initialised; None: there are none."""
-    processes: int
-    run: str
+    processes: NotRequired[int]
+    run: NotRequired[str]
     """Identifier of the run, the same in all of its `start` and `resume` lines."""
 
 
@@ -105,7 +107,7 @@ class TrainEvent(LogEvent):
     tokens_per_second: float
     tokens: int
     """Number of targets trained on since the run began."""
-    tokens_read: int
+    tokens_read: NotRequired[int]
     """Number of tokens of all segments read since the run began."""
     elapsed: float
     """Seconds of training since the run began."""
@@ -140,14 +142,14 @@ class EvaluationFigures(TypedDict):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: JsonObject | None
+    dynamic: NotRequired[JsonObject | None]
     """Rule and settings of dynamic evaluation."""
 
 
 class ValidEvent(LogEvent, EvaluationFigures):
     """An evaluation on the validation split during training."""
 
-    averaged: int | None
+    averaged: NotRequired[int | None]
     """Number of steps whose weights are averaged in the evaluated model; None: no average."""
 
 
@@ -185,9 +187,9 @@ class CheckpointEvent(LogEvent):
     directory: str
     best: bool
     """True if the checkpoint is the best so far."""
-    copy_seconds: float
+    copy_seconds: NotRequired[float]
     """Time for which training waited while its state was copied."""
-    write_seconds: float
+    write_seconds: NotRequired[float]
 
 
 class AverageEvent(LogEvent):
@@ -292,7 +294,8 @@ class SampleEvent(LogEvent):
     seed: int | None
     max_tokens: int
     mem_len: int | None
-    window: int | None
+    window: int | str | None
+    """"none" in older logs means None."""
 
 
 class CompressionEvent(LogEvent):
@@ -354,3 +357,36 @@ def fields_of(name: EventName) -> frozenset[str]:
     """Return the fields that an event may have, without the fields that every line has."""
     kind = EVENTS[name]
     return (kind.__required_keys__ | kind.__optional_keys__) - LogEvent.__required_keys__
+
+
+def is_complete(event: Mapping[str, object]) -> bool:
+    """Return whether a line has the required fields of its event, and values of the declared types.
+
+    The line of an unknown event, which a later version may have written, needs the fields of every line.
+    """
+    name = event.get("event")
+    return isinstance(name, str) and _has_fields(event, EVENTS.get(cast("EventName", name), LogEvent))
+
+
+def _has_fields(values: object, kind: Any) -> bool:
+    return isinstance(values, Mapping) and all(
+        _is_of(values[name], *types) if name in values else name not in kind.__required_keys__
+        for name, types in _types_of(kind).items()
+    )
+
+
+def _is_of(value: object, types: tuple[type, ...], rows: type | None) -> bool:
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        return False
+    return rows is None or all(_has_fields(row, rows) for row in cast("list[object]", value))
+
+
+@functools.cache
+def _types_of(kind: type) -> dict[str, tuple[tuple[type, ...], type | None]]:
+    """Return the types that each field of a TypedDict may have, and the TypedDict of its rows if it has rows."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        types = [get_origin(each) or each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
+        row = next(iter(get_args(hint)), None)
+        found[name] = (*types, int) if float in types else tuple(types), row if is_typeddict(row) else None
+    return found

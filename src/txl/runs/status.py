@@ -44,7 +44,7 @@ class RunStatus:
     rollbacks: int
     failed_saves: int
     torn_lines: int
-    """Number of unreadable lines of the log; a crash leaves one at the end."""
+    """Number of lines of the log that are unreadable or lack fields; a crash leaves one at the end."""
     unit: str | None
 
     def to_dict(self) -> JsonObject:
