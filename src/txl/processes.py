@@ -137,16 +137,18 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         device: "cpu", "cuda" (each process of a machine gets its own GPU), or one GPU by number, "cuda:1".
 
     Raises:
-        UserError: if one GPU by number is given to several processes of a machine with several GPUs.
+        UserError: if one GPU by number is given to several processes of a machine with several GPUs, or the environment
+            does not tell this process its place among the others.
     """
     count, here = process_count(), process_count("LOCAL_WORLD_SIZE")
     if device.startswith("cuda:"):
         if count > 1 and here > 1 and torch.cuda.device_count() > 1:
             raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")
         torch.cuda.set_device(device)
-    if count == 1 or "RANK" not in os.environ:
+    if count < 2 or "RANK" not in os.environ:
         yield Processes(), device
         return
+    _check_environment(count)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
@@ -164,6 +166,23 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
         dist.barrier()  # a process that leaves early looks like one that died
     dist.destroy_process_group()
+
+
+def _check_environment(count: int) -> None:
+    """Refuse environment variables of torchrun's that are missing or not as torchrun sets them."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(
+                f"the environment variable {name} is missing; start several processes with torchrun, or unset "
+                f"WORLD_SIZE to train in one"
+            )
+    for name, most, expected in (
+        ("RANK", count - 1, f"a number from 0 to {count - 1}"),
+        ("MASTER_PORT", 65535, "the number of a port"),
+    ):
+        text = os.environ[name]
+        if not (text.isascii() and text.isdecimal() and int(text) <= most):
+            raise UserError(f"the environment variable {name} is {text!r}; expected {expected}")
 
 
 def is_lost_peer(error: Exception) -> bool:

@@ -81,6 +81,29 @@ def test_online_and_dynamic_files(run, tmp_path, capsys):
         assert f"-> {len(TEXT)} bytes" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learning_rate", None), ("learning_rate", "x"), ("rule", "x"), ("decay", []), ("statistics_segments", "x")],
+)
+def test_damaged_settings_of_dynamic_evaluation_are_refused(run, tmp_path, capsys, field, value):
+    copy, text = tmp_path / "run", tmp_path / "text"
+    shutil.copytree(run, copy)
+    text.write_bytes(TEXT)
+    few = ("--max-tokens", "200", "--data-dir", str(tmp_path / "data"))
+    assert main(["eval", str(copy), *few, "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]) == 0
+    lines = (copy / "log.jsonl").read_text().splitlines()
+    event = json.loads(lines[-1])
+    event["dynamic"][field] = value
+    if value is None:
+        del event["dynamic"][field]
+    (copy / "log.jsonl").write_text("\n".join([*lines, json.dumps(event)]) + "\n")
+    capsys.readouterr()
+    assert main(["compress", str(text), "--model", str(copy), "--dynamic", "-o", str(tmp_path / "out")]) == 2
+    said = f"{copy / 'log.jsonl'}: the newest dynamic evaluation is damaged; give --dynamic sgd"
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
     text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
     text.write_bytes(TEXT)

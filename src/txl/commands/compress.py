@@ -22,6 +22,7 @@ from txl.commands.options import (
     tested_lengths,
 )
 from txl.commands.output import output, print_json, progress_bar, say
+from txl.config.values import from_plain
 from txl.errors import UserError
 from txl.runs.events import EventName
 
@@ -213,16 +214,23 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
     from txl.runs.directory import RunDirectory
 
     if arguments.dynamic == "run":
-        events = RunDirectory(Path(arguments.model)).events()
-        measured = [event for event in events if event["event"] == EventName.EVAL and event.get("dynamic")]
+        run = RunDirectory(Path(arguments.model))
+        measured = [event for event in run.events() if event["event"] == EventName.EVAL and event.get("dynamic")]
         if not measured:
             say(f"note: no dynamic evaluation of this run is in its log; sgd at learning rate {_LEARNING_RATE} is used")
             return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))
         used = measured[-1]["dynamic"]
         names = {each.name for each in fields(Adaptation)}
-        counts = {name: used[name] for name in ("statistics_segments", "statistics_batch_size") if name in used}
-        adaptation = Adaptation(**{name: value for name, value in used.items() if name in names})
-        return DynamicRecipe(adaptation, measured[-1]["segment"], **counts)
+        recipe = {name: used[name] for name in ("statistics_segments", "statistics_batch_size") if name in used}
+        recipe["adaptation"] = {name: value for name, value in used.items() if name in names}
+        recipe["segment"] = measured[-1]["segment"]
+        try:
+            return from_plain(DynamicRecipe, recipe)
+        except UserError:
+            raise UserError(
+                f"{run.path / 'log.jsonl'}: the newest dynamic evaluation is damaged; give --dynamic sgd "
+                f"--dynamic-learning-rate X"
+            ) from None
     if arguments.dynamic_learning_rate is None:
         raise UserError(f"--dynamic {arguments.dynamic} needs --dynamic-learning-rate; txl dynamic finds one")
     adaptation = Adaptation(arguments.dynamic, arguments.dynamic_learning_rate, arguments.dynamic_decay or 0.0)
