@@ -62,7 +62,7 @@ class StartEvent(LogEvent):
     parameters: dict[str, int]
     """Number of parameters of each part of the model."""
     total_parameters: int
-    attention: str
+    attention: NotRequired[str]
     """Attention backend in use."""
     compiled: NotRequired[bool]
     """True if `torch.compile` compiles the layers."""
@@ -293,8 +293,8 @@ class SampleEvent(LogEvent):
     temperature: float
     seed: int | None
     max_tokens: int
-    mem_len: int | None
-    window: int | str | None
+    mem_len: NotRequired[int | None]
+    window: NotRequired[int | str | None]
     """"none" in older logs means None."""
 
 
