@@ -30,6 +30,18 @@ def test_presets_and_their_sizes(capsys):
     assert "stdlib-tiny" in capsys.readouterr().out
 
 
+def test_a_result_that_the_log_cannot_take_is_printed(trained, data_dir, monkeypatch, capsys):
+    def refuse(directory: RunDirectory, *_: object, **__: object) -> None:
+        raise UserError(f"{directory.path / 'log.jsonl'}: the log cannot be written (Permission denied)")
+
+    monkeypatch.setattr(RunDirectory, "append", refuse)
+    assert main(["eval", str(trained), "--data-dir", str(data_dir)]) == 0
+    captured = capsys.readouterr()
+    assert "bits/byte" in captured.out
+    refusal = f"{trained / 'log.jsonl'}: the log cannot be written (Permission denied)"
+    assert captured.err == f"note: {refusal}; the result was not added\n"
+
+
 def test_data_list_and_info(story, data_dir, capsys):
     assert main(["data", "list"]) == 0
     assert "stdlib" in capsys.readouterr().out
@@ -63,6 +75,10 @@ def test_train_eval_generate_report(story, data_dir, tmp_path, capsys):
     assert "bits/byte" in capsys.readouterr().out
     assert (out / "memory-curve.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "memory-curve.svg").stat().st_size > 1000
+    (out / "memory-curve.png").unlink()
+    (out / "memory-curve.png").mkdir()  # so that it cannot be written
+    assert main(["eval", str(out), "--mem-lens", "0,4", *where]) == 0
+    assert f"note: {out / 'memory-curve.png'} cannot be written (Is a directory)\n" in capsys.readouterr().err
 
     generate = ["generate", str(out), "--prompt", "The ", "--max-tokens", "20", "--seed", "3"]
     texts = []

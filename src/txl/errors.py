@@ -57,6 +57,11 @@ def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> st
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
+def cause(error: Exception) -> str:
+    """Return " (message)" for a ValueError, whose message is in words; "" for other exceptions, such as KeyErrors."""
+    return f" ({error})" if isinstance(error, ValueError) else ""
+
+
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that a tensor does not fit into memory.
 

@@ -51,6 +51,25 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def check_utf8(out: Path) -> None:
+    """Refuse a path of `--out` that is not UTF-8: the safetensors library writes there, but does not read from it."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError:
+        shown = str(out).encode(errors="replace").decode()
+        raise UserError(
+            f"--out {shown}: the path is not valid UTF-8, and tensors could not be read from it again; give another "
+            f"directory"
+        ) from None
+
+
+def check_new_directory(out: Path) -> None:
+    """Refuse a directory for `--out` that is not empty, or whose path is not UTF-8."""
+    check_utf8(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out}: not empty; give another directory")
+
+
 def is_replaceable(path: Path) -> bool:
     """Return whether a new file may take this path: a device or a named pipe must be written to instead."""
     return path.is_file() or not path.exists()
@@ -104,9 +123,11 @@ def read_json(path: Path, remedy: str = "") -> Any:
         UserError: if the content is not JSON.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
-        raise UserError(f"{path}: not JSON ({error})" + (f"; {remedy}" if remedy else "")) from None
+        what = "empty" if path.stat().st_size == 0 else f"not JSON ({error})"
+        raise UserError(f"{path}: {what}" + (f"; {remedy}" if remedy else "")) from None
 
 
 def with_null(value: object) -> Any:

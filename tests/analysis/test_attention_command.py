@@ -93,7 +93,7 @@ def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
         (["--heads", "1:5"], "layers 1 to 2 of 2 heads each"),
         (["--heads", "1:0"], "there is no head 1:0"),
         (["--layers", "9"], "there is no layer 9"),
-        (["--checkpoint", "77"], "no checkpoint 77"),
+        (["--checkpoint", "77"], "checkpoint is 77, but "),
         (["--tokens", "1"], "--tokens is 1"),
         (["--far", "999"], "--far is 999; expected 1 to"),
         (["--out", "FILE"], "is a file; expected a folder"),

@@ -275,7 +275,7 @@ def test_bytes_are_shown_as_they_are(trained, data_dir, tmp_path, capsys):
         (["--split", "dev"], "no split 'dev'"),
         (["--count", "0"], "--count is 0"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--checkpoint", "7"], "no checkpoint 7"),
+        (["--checkpoint", "7"], "checkpoint is 7, but "),
         (["--temperature", "-1"], "temperature is -1"),
         (["--detokenise", "ptb"], "this model reads byte tokens"),
     ],

@@ -257,6 +257,13 @@ def test_damaged_files_are_noticed(story, tmp_path, capsys):
     record.write_text(record.read_text().replace('"vocabulary_size"', '"vocabulary"'))
     txl.open_corpus(str(story), "char", data_dir=tmp_path)
     assert "preparing" in capsys.readouterr().err
+    for damage, told in (
+        (lambda: record.write_text("[]"), f"{corpus.directory}: damaged (meta.json is not one of a prepared corpus)"),
+        (record.unlink, f"{record}: No such file or directory"),
+    ):
+        damage()
+        txl.open_corpus(str(story), "char", data_dir=tmp_path)
+        assert capsys.readouterr().err.startswith(f"note: {told}; preparing {story} anew\n")
     altered = bytearray(content)
     altered[10] ^= 1
     tokens.write_bytes(altered)

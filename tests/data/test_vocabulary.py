@@ -155,7 +155,7 @@ def test_a_vocabulary_survives_json(kind, tmp_path):
     [
         ("{", "not JSON"),
         ("[]", "not a vocabulary"),
-        ('{"format": 1, "kind": "word"}', "not a vocabulary: KeyError"),
+        ('{"format": 1, "kind": "word"}', "not a vocabulary$"),
         ('{"format": 1, "kind": "word", "words": ["a"]}', "needs <eos>"),
         ('{"format": 1, "kind": "word", "words": ["a", "a"]}', "a word twice"),
         ('{"format": 1, "kind": "char", "characters": ["ab"]}', "not one character"),

@@ -192,7 +192,7 @@ def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
         ([str(run), "--out", str(tmp_path / "full")], "not empty"),
         ([str(run), "--out", str(tmp_path / "file")], "is a file; expected a directory"),
         ([str(run), "--out", str(tmp_path / "file" / "below")], "cannot be written"),
-        ([str(run), "--out", out, "--checkpoint", "77"], "no checkpoint 77"),
+        ([str(run), "--out", out, "--checkpoint", "77"], "checkpoint is 77, but "),
         ([str(run)], "--out"),
     ):
         assert main(["export", *words]) == 2, words

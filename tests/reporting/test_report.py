@@ -187,7 +187,10 @@ def test_a_run_that_has_not_ended_says_so(tmp_path, html):
     run = FakeRun(tmp_path / "run")
     run.start()
     run.train(last=1230)
-    assert "This run is not finished: step 1,230 of 4,000. The same txl train command goes on" in shown(run).text
+    unfinished = "This run is not finished: step 1,230 of 4,000. The same txl train command"
+    assert f"{unfinished} begins again, as there is no checkpoint." in shown(run).text
+    (run.directory.checkpoints / "step-00001000").mkdir(parents=True)
+    assert f"{unfinished} goes on from the last checkpoint." in shown(run).text
     run.log("stop", 1230, reason="SIGINT")
     assert "step 1,230 of 4,000, stopped at step 1,230 (SIGINT)." in shown(run).text
 

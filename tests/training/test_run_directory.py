@@ -142,7 +142,7 @@ def test_a_configuration_is_read_back_or_refused_with_its_name(tmp_path):
 
 def test_checkpoints_by_name_and_by_number(tmp_path):
     run = RunDirectory(tmp_path)
-    with pytest.raises(UserError, match="no checkpoint best or latest; there: none"):
+    with pytest.raises(UserError, match="has no checkpoint; restore its folder checkpoints from a copy"):
         run.checkpoint()
     for step in (5, 10):
         write(run.checkpoints, step)
@@ -150,10 +150,14 @@ def test_checkpoints_by_name_and_by_number(tmp_path):
     assert run.checkpoint().name == "step-00000010"
     run.set_pointer("best", "step-00000005")
     assert run.checkpoint().name == run.checkpoint("best").name == run.checkpoint("5").name == "step-00000005"
-    with pytest.raises(UserError, match="no checkpoint 7; there: step-00000005, step-00000010"):
+    with pytest.raises(UserError, match="checkpoint is 7, but .* has the steps 5, 10"):
         run.checkpoint("7")
     with pytest.raises(UserError, match="checkpoint is 'newest'; expected best, latest or the number of a step"):
         run.checkpoint("newest")
+    for target in ("garbage", "step-00000007"):
+        run.set_pointer("best", target)
+        with pytest.raises(UserError, match=r"best names no checkpoint; choose one: --checkpoint 5 or 10"):
+            run.checkpoint()
 
 
 def test_training_goes_on_from_the_newest_if_a_crash_came_before_it_was_named(tmp_path):

@@ -37,6 +37,7 @@ from txl.commands.options import (
 )
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.errors import UserError
+from txl.files import reason_of
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
@@ -254,9 +255,10 @@ def _draw_curve(directory: Path, rows: list[Evaluation]) -> None:
     """Draw quality against memory length, as memory-curve.svg and .png in the run directory."""
     from txl.reporting.plots import save_memory_curve
 
-    try:
-        for ending in ("svg", "png"):
-            save_memory_curve(rows, directory / f"memory-curve.{ending}")
-        say(f"curve: {directory / 'memory-curve.svg'} and .png")
-    except OSError as error:
-        say(f"note: the curve was not drawn ({error})")
+    for path in (directory / "memory-curve.svg", directory / "memory-curve.png"):
+        try:
+            save_memory_curve(rows, path)
+        except OSError as error:
+            say(f"note: {path} cannot be written ({reason_of(error)})")
+            return
+    say(f"curve: {directory / 'memory-curve.svg'} and .png")

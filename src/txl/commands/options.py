@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -395,7 +396,8 @@ def existing_run(path: str, option: str = "") -> Path:
     directory, what = Path(path), f"{option} {path}".lstrip()
     refuse_file(directory, what, "a run directory")
     if not directory.is_dir():
-        raise UserError(f"{what}: no such directory; expected a run directory (made by txl train --out {path})")
+        made_by = f"txl train --out {shlex.quote(path)}"
+        raise UserError(f"{what}: no such directory; expected a run directory (made by {made_by})")
     if not (directory / "config.json").is_file():
         raise UserError(f"{what}: not a run directory (it has no config.json)")
     return directory
@@ -485,7 +487,10 @@ def run_corpus(
     options = config_options(arguments)
     corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
     if not options and not is_trained_on(run, corpus):
-        say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+        if run.started() is None:
+            say(f"note: the log of {run.path} does not say which text the model was trained on")
+        else:
+            say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
     return corpus
 
 

@@ -136,7 +136,7 @@ def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: o
     try:
         run.append(event, checkpoint_step(checkpoint.name), **fields)
     except (OSError, UserError) as error:
-        say(f"note: the result was not added to the run's log ({error})")
+        say(f"note: {error}; the result was not added")
 
 
 @contextmanager

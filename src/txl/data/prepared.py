@@ -295,9 +295,11 @@ def read_meta(directory: Path) -> JsonObject:
             if path.stat().st_size != record["tokens"] * width:
                 raise UserError(f"{path}: {path.stat().st_size} bytes, expected {record['tokens'] * width}")
         return meta
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        if isinstance(error, PermissionError):
-            raise NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir") from None
-        raise UserError(f"{directory}: damaged ({type(error).__name__}: {error})") from None
+    except PermissionError as error:
+        raise NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir") from None
+    except OSError as error:
+        raise UserError(f"{error.filename or directory}: {error.strerror}") from None
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{directory}: damaged (meta.json is not one of a prepared corpus)") from None

@@ -85,8 +85,8 @@ class Vocabulary(ABC):
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
-    def from_json(values: JsonObject) -> Vocabulary:
-        """Build a vocabulary from the result of `to_json`."""
+    def from_json(values: JsonObject, remedy: str = "") -> Vocabulary:
+        """Build a vocabulary from the result of `to_json`; `remedy` tells what to do if the values are damaged."""
         try:
             if values["format"] not in _FORMATS:
                 known = " and ".join(map(str, _FORMATS))
@@ -109,8 +109,8 @@ class Vocabulary(ABC):
                 return BpeVocabulary(Tokenizer.from_str(json.dumps(values["tokenizer"])), normalise=normalise)
         except UserError:
             raise
-        except Exception as error:  # the tokenizers library raises plain Exceptions
-            raise UserError(f"not a vocabulary: {type(error).__name__}: {error}") from None
+        except Exception:  # the tokenizers library raises plain Exceptions
+            raise UserError("not a vocabulary" + (f"; {remedy}" if remedy else "")) from None
         raise UserError(f"vocabulary of kind {values['kind']!r}; expected byte, char, word or bpe")
 
     def _as_json(self, **values: object) -> JsonObject:
@@ -125,14 +125,14 @@ class Vocabulary(ABC):
             temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
 
     @staticmethod
-    def load(path: Path) -> Vocabulary:
-        """Read a vocabulary that `save` wrote."""
+    def load(path: Path, remedy: str = "") -> Vocabulary:
+        """Read a vocabulary that `save` wrote; `remedy` tells what to do if it is damaged."""
         try:
-            values = read_json(path)
+            values = read_json(path, remedy)
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; expected a vocabulary") from None
         try:
-            return Vocabulary.from_json(values)
+            return Vocabulary.from_json(values, remedy)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
 

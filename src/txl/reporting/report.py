@@ -64,6 +64,9 @@ def write_report(
     events = run_directory.events()
     checkpoint = default_checkpoint(run_directory)
     found = findings(events, checkpoint)
+    if run_directory.lacks_log():
+        log = run_directory.path / "log.jsonl"
+        raise UserError(f"{log}: missing or incomplete, and a report is made from it; restore it from a copy")
     if found is None or not found.train:
         raise UserError(
             f"{directory}: nothing has been trained here (log.jsonl has no train line), and a report is about "
@@ -78,7 +81,7 @@ def write_report(
     path = Path(out) if out is not None else run_directory.path / "report.html"
     name = str(directory)
     body = [
-        _header(config, found),
+        _header(config, found, run_directory.newest() is not None),
         result_section(found, name, problem),
         _training(config, found),
         _memory(config, found, name),
@@ -95,7 +98,7 @@ def write_report(
     return path
 
 
-def _header(config: RunConfig, found: Findings) -> str:
+def _header(config: RunConfig, found: Findings, has_checkpoint: bool) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
     title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
@@ -109,7 +112,8 @@ def _header(config: RunConfig, found: Findings) -> str:
         state = f"This run is not finished: step {last['step']:,} of {steps:,}"
         if found.stopped is not None:
             state += f", stopped at step {found.stopped['step']:,} ({found.stopped['reason']})"
-        state = note(f"{state}. The same `txl train` command goes on from the last checkpoint.", "warning")
+        how = "goes on from the last checkpoint" if has_checkpoint else "begins again, as there is no checkpoint"
+        state = note(f"{state}. The same `txl train` command {how}.", "warning")
     elif found.converged and last["step"] < found.start["config"]["train"]["steps"]:
         steps = found.start["config"]["train"]["steps"]
         state = note(f"Training ended before step {steps:,}, because the validation loss no longer improved.")
@@ -196,7 +200,7 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 
 def _window(row: Evaluation | SampleEvent) -> str:
-    window = row["window"]  # older logs hold the word "none" for samples
+    window = row.get("window")  # older logs hold the word "none" for samples
     return "none" if window in (None, "none") else f"{window:,}"
 
 

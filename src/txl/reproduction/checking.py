@@ -7,7 +7,7 @@ from pathlib import Path
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
-from txl.errors import UserError
+from txl.errors import UserError, cause
 from txl.files import JsonObject
 from txl.reproduction.converging import at_rate, recipe_of
 from txl.reproduction.folder import changes, stored_json
@@ -39,7 +39,7 @@ def check_measured(
     except UserError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); {remedy}") from None
+        raise UserError(f"{path}: damaged{cause(error)}; {remedy}") from None
 
 
 def _check_configuration(
@@ -80,7 +80,7 @@ def check_stored(result: JsonObject, path: Path, needed: Sequence[str]) -> None:
     try:
         check_form(result, needed)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: damaged ({type(error).__name__}: {error}); delete it to measure anew") from None
+        raise UserError(f"{path}: damaged{cause(error)}; delete it to measure anew") from None
 
 
 def check_groups(folder: Path, definition: Definition, seed: int) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl.config import RunConfig
-from txl.errors import UserError
+from txl.errors import UserError, cause
 from txl.files import JsonObject, read_json, reason_of, write_whole
 from txl.reproduction.converging import Tried, Tuned, at_rate
 from txl.reproduction.folder import changes, stored_json
@@ -79,7 +79,7 @@ def recorded_results(
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"--reuse {path}: damaged ({type(error).__name__}: {error}); give another record") from None
+        raise UserError(f"--reuse {path}: damaged{cause(error)}; give another record") from None
     return found
 
 

@@ -37,7 +37,7 @@ _FORMAT = 2
 _PARTIAL = ".partial"
 _CHUNK = 1 << 20
 """Bytes compared at a time."""
-_OTHERWISE = "use another checkpoint or restore it from a copy"
+OTHERWISE = "use another checkpoint or restore it from a copy"
 
 
 @dataclass
@@ -204,6 +204,8 @@ def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> Non
     """Check that the run still has the model configuration and vocabulary that the weights belong to."""
     manifest, now = read_manifest(checkpoint), weights_identity(model, vocabulary)
     known = manifest.get("vocabulary_sha256")
+    if known is not None and now["vocabulary_sha256"] is None:
+        raise UserError(f"{vocabulary}: missing; restore it from a copy")
     if known is not None and known != now["vocabulary_sha256"]:
         raise UserError(
             f"{vocabulary}: altered: its sha256 is not the one it had when {checkpoint.name} was written; "
@@ -251,9 +253,9 @@ def read_manifest(checkpoint: Path) -> JsonObject:
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
     if manifest.get("sha256") != _own_sha256(manifest):
-        raise UserError(f"{path}: altered: its sha256 is wrong; {_OTHERWISE}")
+        raise UserError(f"{path}: altered: its sha256 is wrong; {OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:
-        raise UserError(f"{path}: the manifest is of step {manifest['step']}, the directory of another; {_OTHERWISE}")
+        raise UserError(f"{path}: the manifest is of step {manifest['step']}, the directory of another; {OTHERWISE}")
     return manifest
 
 
@@ -272,26 +274,26 @@ def verify_file(checkpoint: Path, name: str) -> None:
         size = path.stat().st_size
         if size != n_bytes:
             kind = "truncated" if size < n_bytes else "altered"
-            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {_OTHERWISE}")
+            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {OTHERWISE}")
         if file_sha256(path) != sha256:
-            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {_OTHERWISE}")
+            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {OTHERWISE}")
     except (KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {_OTHERWISE}") from None
+        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {OTHERWISE}") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: missing from the checkpoint; {_OTHERWISE}") from None
+        raise UserError(f"{path}: missing from the checkpoint; {OTHERWISE}") from None
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)}); {_OTHERWISE}") from None
+        raise UserError(f"{path}: cannot be read ({reason_of(error)}); {OTHERWISE}") from None
 
 
 def _json_object(path: Path) -> JsonObject:
     try:
-        value = read_json(path, _OTHERWISE)
+        value = read_json(path, OTHERWISE)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {_OTHERWISE}") from None
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {OTHERWISE}") from None
     if not isinstance(value, dict):
-        raise UserError(f"{path}: damaged (not an object); {_OTHERWISE}")
+        raise UserError(f"{path}: damaged (not an object); {OTHERWISE}")
     return value
 
 

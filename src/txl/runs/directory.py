@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -27,8 +28,15 @@ from txl.config import RunConfig, model_from_dict
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject, read_json, with_null, write_whole
-from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, checkpoint_names, read_tensors, verify_belongs
-from txl.runs.events import EventName, StartEvent, fields_of, is_complete, select
+from txl.runs.checkpoints import (
+    MODEL_FILE,
+    checkpoint_name,
+    checkpoint_names,
+    checkpoint_step,
+    read_tensors,
+    verify_belongs,
+)
+from txl.runs.events import EventName, ImportEvent, StartEvent, fields_of, is_complete, select
 
 if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to import
     import torch
@@ -37,6 +45,7 @@ if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to 
     from txl.models.family import FamilyModel
 
 _LOCK_ATTEMPTS = 10
+_RESTORE = "restore it from a copy"
 _FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
 """Numeric fields of logged events in which null stands for infinity or NaN."""
 
@@ -68,7 +77,7 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """Read the run's configuration."""
         try:
-            stored = read_json(self.config_path)
+            stored = read_json(self.config_path, _RESTORE)
         except FileNotFoundError:
             raise UserError(f"{self.path}: not a run directory (it has no config.json)") from None
         except OSError as error:
@@ -91,7 +100,7 @@ class RunDirectory:
         from txl.data.vocabulary import Vocabulary
 
         path = self.path / "vocabulary.json"
-        return Vocabulary.load(path) if path.exists() else None
+        return Vocabulary.load(path, _RESTORE) if path.exists() else None
 
     def append(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event to the log, as one line; `fields` must be declared for the event in `EVENTS`."""
@@ -143,6 +152,12 @@ class RunDirectory:
                 torn += line.strip() != ""
         return found, torn
 
+    def lacks_log(self) -> bool:
+        """Return whether the run has checkpoints, but no log that tells how they came about."""
+        events = self.events()
+        begins = select(events, StartEvent) or select(events, ImportEvent)
+        return self.newest() is not None and not begins
+
     def run_id(self) -> str | None:
         """Return the unique identifier of the run; None if the log does not hold one."""
         runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
@@ -183,23 +198,27 @@ class RunDirectory:
         Args:
             which: "best", "latest", or the number of a step; None: best, else latest.
         """
-        which = None if which is None else str(which)
-        if which is None:
-            pointer = "best" if (self.path / "best").exists() else "latest"
-            found = self.pointer(pointer)
-            if found is None and (self.path / pointer).exists():
-                there = ", ".join(checkpoint_names(self.checkpoints)) or "none"
-                raise UserError(f"{self.path}: {pointer} does not name a checkpoint; choose one of {there}")
-        elif which in ("best", "latest"):
+        which = ("best" if (self.path / "best").exists() else "latest") if which is None else str(which)
+        if which in ("best", "latest"):
             found = self.pointer(which)
         elif which.isascii() and which.isdecimal():
             found = self.checkpoints / checkpoint_name(int(which))
         else:
             raise UserError(f"checkpoint is {which!r}; expected best, latest or the number of a step")
         if found is None or not found.is_dir():
-            there = checkpoint_names(self.checkpoints) or ["none"]
-            raise UserError(f"{self.path}: no checkpoint {which or 'best or latest'}; there: {', '.join(there)}")
+            raise UserError(self._no_checkpoint(which))
         return found
+
+    def _no_checkpoint(self, which: str) -> str:
+        """Return the message for a checkpoint that is not there."""
+        steps = [str(checkpoint_step(name)) for name in checkpoint_names(self.checkpoints)]
+        if not steps and self.started() is None:
+            return f"{self.path} has no checkpoint; restore its folder {self.checkpoints.name} from a copy"
+        if not steps:
+            return f"{self.path} has no checkpoint; train it: txl train --out {shlex.quote(str(self.path))}"
+        if which in ("best", "latest"):
+            return f"{self.path / which} names no checkpoint; choose one: --checkpoint {' or '.join(steps)}"
+        return f"checkpoint is {which}, but {self.path} has the steps {', '.join(steps)}"
 
     def load(
         self, checkpoint: Path | None = None, device: str = "cpu", attention: str | None = None

@@ -26,7 +26,7 @@ class RunStatus:
 
     directory: str
     state: str
-    """State in words: training, finished, imported, stopped (reason), ended (killed) or not started."""
+    """State in words: training, finished, imported, stopped (reason), ended (killed), not started or unknown."""
     step: int
     steps: int
     loss: float | None
@@ -115,15 +115,16 @@ def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
         return "training"
     of_training = [each for each in events if each["event"] in _TELL_STATE]
     if not of_training:
-        return "not started"
+        return "unknown (log.jsonl is missing or incomplete)" if directory.lacks_log() else "not started"
     last = of_training[-1]
     if last["event"] == EventName.END:
         return f"finished, but the model is of no use: {last['diverged']}" if last.get("diverged") else "finished"
     if last["event"] == EventName.IMPORT:
         return "imported"
-    if last["event"] == EventName.STOP:
-        return f"stopped ({last.get('reason')}); the same command continues"
-    return "ended unexpectedly (killed?); the same command continues"
+    ended = f"stopped ({last['reason']})" if last["event"] == EventName.STOP else "ended unexpectedly (killed?)"
+    if directory.newest() is None:
+        return f"{ended} before its first checkpoint; the same command begins again"
+    return f"{ended}; the same command continues"
 
 
 def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
