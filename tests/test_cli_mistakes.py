@@ -111,6 +111,9 @@ def refused(capsys):
          "train.segment is -5; expected 1 or more"),
         (["bench", "table9", "--lengths", f"8,{HUGE}"], IN_RANGE),
         (["train", "stdlib-tiny", "--dry-run", "--model.n-layer", "9" * 12], "expected 1 or more, at most 10000"),
+        (["train", "stdlib-tiny", "--out", "x\udcff"], "--out x?: the path is not valid UTF-8"),
+        (["import", "nothing", "--out", "x\udcff"], "--out x?: the path is not valid UTF-8"),
+        (["eval", "no such run"], "(made by txl train --out 'no such run')"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_command(words, expected, refused, tmp_path, monkeypatch):
@@ -181,7 +184,8 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["eval", "RUN", "--checkpoint", "²"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--mem-lens", "1,2", "--mem-len", "3"], "--mem-len and --mem-lens were both given"),
         (["eval", "RUN", "--split", "dev"], "has no split 'dev'; expected one of train, valid, test"),
-        (["eval", "RUN", "--checkpoint", "99"], "no checkpoint 99; there: step-00000008, step-00000012"),
+        (["eval", "RUN", "--checkpoint", "99"], "checkpoint is 99, but "),
+        (["eval", "RUN", "--checkpoint", "99"], " has the steps 8, 12"),
         (["eval", "RUN", "--checkpoint", "first"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--data.unit", "word"], "--data.unit is word, but this model reads byte tokens"),
         (["eval", "RUN", "--data.min-count", "3"], "data.min_count is set, but the model has its vocabulary already"),
@@ -206,6 +210,7 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["cache", "RUN", "--size", HUGE], IN_RANGE),
         (["eval", "RUN", "--data.max-words", HUGE], "expected a whole number from"),
         (["generate", "RUN", "--prompt-file", "none.txt"], "none.txt: No such file or directory"),
+        (["export", "RUN", "--out", "x\udcff"], "--out x?: the path is not valid UTF-8"),
     ],
 )  # fmt: skip
 def test_mistakes_about_a_run(words, expected, refused, trained, data_dir, monkeypatch):
@@ -259,6 +264,8 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         (checkpoint / "manifest.json").unlink()
     elif what == "config is no JSON":
         (copy / "config.json").write_text("{")
+    elif what == "config is empty":
+        (copy / "config.json").write_text("")
     elif what == "config of the future":
         (copy / "config.json").write_text(json.dumps(config | {"soul": 1}))
     elif what == "wrong type":
@@ -272,6 +279,10 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         (copy / "config.json").write_text(json.dumps(config))
     elif what == "vocabulary":
         (copy / "vocabulary.json").write_text('{"format": 1, "kind": "char", "characters": ["a"]}')
+    elif what == "no vocabulary":
+        (copy / "vocabulary.json").unlink()
+    elif what == "vocabulary is a list":
+        (copy / "vocabulary.json").write_text("[]")
     elif what == "best is no name":
         (copy / "best").write_text("garbage\n")
     elif what == "no checkpoints":
@@ -283,16 +294,19 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     ("what", "expected"),
     [
         ("truncated", "model.safetensors: truncated: "),
-        ("best is no name", "best does not name a checkpoint; choose one of step-000000"),
+        ("best is no name", "copy/best names no checkpoint; choose one: --checkpoint 8 or 12"),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),
-        ("config is no JSON", "config.json: not JSON"),
+        ("config is no JSON", "line 1 column 2 (char 1)); restore it from a copy"),
+        ("config is empty", "config.json: empty; restore it from a copy"),
         ("config of the future", "soul is not known to this version"),
         ("wrong type", "model.n_layer is '2'; expected a whole number"),
         ("beyond 64 bits", "train.steps is 99999999999999999999; expected a whole number from"),
         ("other heads", "config.json: model.n_head is 4, but step-00000012 was written with 2"),
         ("vocabulary", "vocabulary.json: altered: its sha256"),
-        ("no checkpoints", "no checkpoint best or latest"),
+        ("no vocabulary", "vocabulary.json: missing; restore it from a copy"),
+        ("vocabulary is a list", "vocabulary.json: not a vocabulary; restore it from a copy"),
+        ("no checkpoints", "copy has no checkpoint; train it: txl train --out "),
     ],
 )
 def test_damaged_runs_are_refused(what, expected, refused, trained, tmp_path):

@@ -64,9 +64,10 @@ def check_utf8(out: Path) -> None:
 
 
 def check_new_directory(out: Path) -> None:
-    """Refuse a directory for `--out` that is not empty, or whose path is not UTF-8."""
+    """Refuse a directory for `--out` that is not empty, or whose path is not UTF-8 or that of a file."""
     check_utf8(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    refuse_file(out, f"--out {out}")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: not empty; give another directory")
 
 

@@ -286,3 +286,12 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     assert (attention_note(fastest, "cpu") or "").startswith(note)
     assert attention_note(fastest, "cuda:0") is None  # compiled attention is for CPUs only
     assert library() is None
+
+
+def test_that_there_is_no_library_is_logged_once_and_only_where_it_would_compute(monkeypatch, caplog):
+    monkeypatch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++, twice)"))
+    assert build.why_not() is not None
+    assert not caplog.records
+    assert library() is library() is None
+    said = "compiled code is not available, PyTorch is used instead: no C++ compiler found (c++, twice)"
+    assert [each.getMessage() for each in caplog.records] == [said]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.conftest import small_run
+import shutil
 
+import pytest
+from tests.conftest import options_of, small_run
+
+from txl.cli import main
 from txl.errors import UserError
 from txl.interop.export_run import export_run
 from txl.interop.import_run import import_run
@@ -49,13 +52,49 @@ def test_a_start_that_fails_late_leaves_nothing_that_stands_in_the_way(story, da
     train(small_run(str(story)), tmp_path, data_dir)
 
 
-def test_an_imported_model_is_not_said_to_be_damaged(trained, story, data_dir, tmp_path):
+def test_an_imported_model_is_not_said_to_be_damaged(trained, story, data_dir, tmp_path, capsys):
     export_run(trained, tmp_path / "exported", "safetensors")
     import_run(tmp_path / "exported", tmp_path / "imported")
     run = RunDirectory(tmp_path / "imported").config()
     run.data.corpus = str(story)
     with pytest.raises(UserError, match="imported is an imported model, which has no training to continue; give"):
         train(run, tmp_path / "imported", data_dir)
+    for more in ((), ("--corpus", str(story))):  # without a text, too, which would be needed only to train
+        assert main(["train", "--out", str(tmp_path / "imported"), *more]) == 2
+        assert "imported is an imported model, which has no training to continue; give" in capsys.readouterr().err
+
+
+def test_remedies_for_another_configuration_are_those_that_would_work(trained, story, data_dir, tmp_path, capsys):
+    """The weights are offered only to a model that can take them, and --extend only to a run that is only longer."""
+    out = shutil.copytree(trained, tmp_path / "a run")
+    weights = f"with --init-from '{out}' to start from its weights, or --fork to do so beside it"
+    itself = f"or go on with this run: txl train --out '{out}'"
+    for options, said in (
+        (
+            {"train.steps": "24"},
+            f"train.steps 12 -> 24; add --extend to train this one longer, or give another --out, {weights}",
+        ),
+        (
+            {"train.steps": "24", "train.seed": "2"},
+            f"train.steps 12 -> 24, train.seed 1 -> 2; give another --out, {weights}",
+        ),
+        ({"train.steps": "6"}, f"train.steps 12 -> 6; give another --out, {weights}"),
+        ({"model.d_inner": "8"}, f"model.d_inner 24 -> 8; give another --out, {itself}"),
+        ({"data.unit": "char"}, f"data.unit byte -> char; give another --out, {itself}"),
+    ):
+        words = ["train", "stdlib-tiny", "--data-dir", str(data_dir), *options_of(small_run(str(story), **options))]
+        assert main([*words, "--out", str(out)]) == 2
+        assert capsys.readouterr().err.endswith(f"holds a different run: {said}\n")
+    assert main(["train", "stdlib-tiny", "--out", str(out)]) == 2
+    many = capsys.readouterr().err
+    assert " more; give another --out" in many
+    assert many.count(" -> ") == 5
+
+
+def test_a_run_that_goes_on_names_the_command_that_follows(trained, data_dir, tmp_path, capsys):
+    out = shutil.copytree(trained, tmp_path / "a run")
+    assert main(["train", "--out", str(out), "--data-dir", str(data_dir)]) == 0
+    assert f"done: step 12 of 12 in {out}; next: txl eval '{out}'\n" in capsys.readouterr().err
 
 
 def test_two_trainers_do_not_share_a_directory(story, data_dir, tmp_path):

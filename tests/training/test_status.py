@@ -72,7 +72,27 @@ def test_a_killed_run_says_so(copy):
     log = copy / "log.jsonl"
     lines = [line for line in log.read_text().splitlines() if '"event": "end"' not in line]
     log.write_text("\n".join(lines) + "\n")
-    assert "killed?" in run_status(copy).state
+    assert run_status(copy).state == "ended unexpectedly (killed?); the same command continues"
+    shutil.rmtree(copy / "checkpoints")
+    begins_again = "ended unexpectedly (killed?) before its first checkpoint; the same command begins again"
+    assert run_status(copy).state == begins_again
+
+
+@pytest.mark.parametrize("left", ["missing", "cut", "without a start"])
+def test_a_log_that_is_missing_or_incomplete_is_told(left, copy, data_dir, capsys):
+    log = copy / "log.jsonl"
+    text = log.read_text()
+    log.unlink()
+    if left != "missing":
+        log.write_text(text[:40] if left == "cut" else '{"event": "start", "step": 0}\n')
+    assert run_status(copy).state == "unknown (log.jsonl is missing or incomplete)"
+    assert main(["report", str(copy)]) == 2
+    refusal = f"{log}: missing or incomplete, and a report is made from it; restore it from a copy"
+    assert refusal in capsys.readouterr().err
+    assert main(["eval", str(copy), "--max-tokens", "200", "--data-dir", str(data_dir)]) == 0
+    note = f"note: the log of {copy} does not say which text the model was trained on\n"
+    assert capsys.readouterr().err == note
+    assert run_status(copy).state == "unknown (log.jsonl is missing or incomplete)"
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
@@ -132,6 +152,10 @@ def test_fork_without_a_run_or_with_other_weights_is_refused(copy, story, data_d
     run = small_run(str(story))
     assert main(arguments(run, tmp_path / "new", data_dir, "--fork")) == 2
     assert main(arguments(run, copy, data_dir, "--fork", "--init-from", str(copy))) == 2
+    narrow = small_run(str(story), **{"model.d_inner": "8"})
+    assert main([each for each in arguments(narrow, copy, data_dir, "--fork") if each != "--quiet"]) == 2
     errors = capsys.readouterr().err
+    assert "note: --fork" not in errors
+    assert f"--fork: the weights of {copy} are of another model: model.d_inner 24 -> 8; set these fields" in errors
     assert "holds no run to take the weights of" in errors
     assert "give it or --init-from, not both" in errors

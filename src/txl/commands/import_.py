@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from txl.commands.options import add_config_options, add_json, add_out, check_co
 from txl.commands.output import print_json
 from txl.config import leaf_fields, shown
 from txl.errors import UserError
-from txl.files import refuse_file
+from txl.files import check_new_directory
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -59,9 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     check_corpus(arguments.corpus)
     stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
-    refuse_file(out, f"--out {out}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty; give another directory")
+    check_new_directory(out)
     path = checkpoint_path(arguments.path, quiet=arguments.json)
     from txl.interop.import_run import import_run
     from txl.interop.vocabularies import read_vocabulary
@@ -83,4 +82,5 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{name:26} {shown(value)}")
     for note in notes:
         print(f"note: {note}")
-    print(f"imported into {out}; next: txl eval {out}" + ("" if arguments.corpus else " --corpus my.txt"))
+    following = f"txl eval {shlex.quote(str(out))}" + ("" if arguments.corpus else " --corpus my.txt")
+    print(f"imported into {out}; next: {following}")

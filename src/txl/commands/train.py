@@ -146,7 +146,7 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     """
     from txl.presets.minutes import is_run_name, run_name
     from txl.runs.directory import RunDirectory
-    from txl.training.starting import has_checkpoint
+    from txl.training.starting import has_checkpoint, refuse_imported
 
     minutes, preset = arguments.minutes, arguments.preset
     if minutes is not None:
@@ -155,6 +155,8 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         return base_config(preset)
     if arguments.out is not None and RunDirectory(arguments.out).config_path.exists():
         stored = RunDirectory(arguments.out).config()
+        if minutes is None and not arguments.fork:
+            refuse_imported(RunDirectory(arguments.out))
         is_same = minutes is None or stored.name == run_name(minutes)
         begun = has_checkpoint(RunDirectory(arguments.out)) or not is_run_name(stored.name)
         if begun and not is_same:

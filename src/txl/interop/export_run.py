@@ -35,7 +35,7 @@ from txl.data.vocabulary import (
 )
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
-from txl.files import JsonObject, follow_umask, make_scratch, reason_of, refuse_file
+from txl.files import JsonObject, check_new_directory, follow_umask, make_scratch, reason_of
 from txl.interop.conversion import FREE, floating
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.source import window_after
@@ -67,9 +67,7 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     """
     if kind not in FORMATS:
         raise UserError(f"--format is {kind!r}; expected one of {', '.join(FORMATS)}")
-    refuse_file(out, f"--out {out}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty; give another directory")
+    check_new_directory(out)
     directory = RunDirectory(path)
     run = directory.config()
     if run.model.score_terms != "abcd":

@@ -13,7 +13,7 @@ import torch
 from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, validate
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
-from txl.files import JsonObject, refuse_file
+from txl.files import JsonObject, check_new_directory
 from txl.interop.conversion import converted
 from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
@@ -78,9 +78,7 @@ def import_run(
         UserError: if the checkpoint cannot be read, contradicts itself or the options, or `out` cannot be written. All
             files written to `out` are then removed.
     """
-    refuse_file(out, f"--out {out}")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty; give another directory")
+    check_new_directory(out)
     tested = None
     if path.is_dir() and is_own_export(path):
         tested = read_test_settings(path)

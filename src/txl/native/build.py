@@ -42,7 +42,17 @@ def compiled_code(wanted: bool) -> Iterator[None]:
 
 def library() -> ctypes.CDLL | None:
     """Return the library; None if it is not available (which is logged once) or not wanted."""
-    return _load()[0] if _wanted.get() else None
+    if not _wanted.get():
+        return None
+    found, reason = _load()
+    if reason is not None:
+        _say(reason)
+    return found
+
+
+@functools.cache  # so that it is logged once
+def _say(reason: str) -> None:
+    _logger.warning("compiled code is not available, PyTorch is used instead: %s", reason)
 
 
 def why_not() -> str | None:
@@ -74,9 +84,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     try:
         return ctypes.CDLL(str(_built())), None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        _logger.warning("compiled code is not available, PyTorch is used instead: %s", reason)
-        return None, reason
+        return None, " ".join(str(error).split())[:300]
 
 
 def _built() -> Path:

@@ -6,6 +6,7 @@ processes can read, and memory is stored by the lanes of the global batch.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from txl.data.streams import StreamPosition
-from txl.errors import UserError, is_out_of_memory
+from txl.errors import UserError, cause, is_out_of_memory
 from txl.files import JsonObject
 from txl.models.language_model import State
 from txl.processes import Processes, is_lost_peer
 from txl.runs.checkpoints import (
     MODEL_FILE,
+    OTHERWISE,
     STATE_SHARDS,
     STATE_TENSORS_FILE,
     Contents,
@@ -33,6 +35,7 @@ from txl.runs.directory import load_weights
 from txl.training.averaging import WeightAverage
 from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor, local_tensor
+from txl.training.starting import imported
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
 SHARED = "limits"
@@ -131,21 +134,19 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
     """Load a checkpoint into a training state that was built from the same configuration."""
     numbers, where = read_state(checkpoint), setup.directory.path
     if "corpus" not in numbers and setup.directory.started() is None:
-        raise UserError(
-            f"{where} is an imported model, which has no training to continue; give another --out, with --init-from "
-            f"{where} to start from its weights"
-        )
+        raise imported(where)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
         counters, averaged = Counters.from_dict(numbers["progress"]), numbers.get("averaged")
         n_process = int(numbers["processes"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{checkpoint}: its training state is damaged ({error!r})") from None
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise UserError(f"{checkpoint}: its training state is damaged; {OTHERWISE}") from None
     identity = setup.corpus.info()["identity"]
     if corpus != identity:
+        source = shlex.quote(str(where))
         raise UserError(
             f"{setup.corpus.name} is not the text that {where} was trained on (its hash was {str(corpus)[:12]}, now it "
-            f"is {str(identity)[:12]}); give another --out, with --init-from {where} to start from its weights, or "
+            f"is {str(identity)[:12]}); give another --out, with --init-from {source} to start from its weights, or "
             f"--fork to do so beside it"
         )
     verify_belongs(checkpoint, asdict(setup.run.model), where / "vocabulary.json")
@@ -154,7 +155,9 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_peer(error):
             raise  # the checkpoint is not to blame
-        raise UserError(f"{checkpoint}: its training state is not that of this configuration ({error!r})") from None
+        raise UserError(
+            f"{checkpoint}: its training state is not that of this configuration{cause(error)}; {OTHERWISE}"
+        ) from None
     train = setup.run.train
     if train.follows_validation and counters.step < train.steps:
         # In an extended run, the evaluation at the former end does not count unless it was on the schedule.

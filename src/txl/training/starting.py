@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
-from txl.files import refuse_file
+from txl.files import check_utf8, refuse_file
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
+from txl.runs.events import ImportEvent, select
 from txl.training.schedule import learning_rate
 
 if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
@@ -26,9 +28,13 @@ _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "te
 _BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.\d+\.partial")
 """Names of files that a killed start was writing."""
 
+_LISTED = 6
+"""Largest number of changed fields that a message names."""
+
 
 def make_directory(path: Path) -> list[Path]:
     """Create a directory with its parents, and return the folders that were missing, innermost first."""
+    check_utf8(path)
     refuse_file(path, f"--out {path}")
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
@@ -131,11 +137,28 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
         before, now = there_now.train.steps, run.train.steps
         if extend and now < before:
             raise UserError(f"--extend: train.steps is {now}, but the run in {path} has {before}; expected more")
-        longer = "add --extend to train this one longer, or " if not extend and now > before else ""
-        raise UserError(
-            f"--out {path} holds a different run: {', '.join(changed)}; {longer}give another --out, with "
-            f"--init-from {path} to start from its weights, or --fork to do so beside it"
-        )
+        quoted, remedy = shlex.quote(str(path)), "give another --out"
+        if weight_changes(directory, run) or there_now.data.unit != run.data.unit:
+            remedy += f", or go on with this run: txl train --out {quoted}"
+        else:
+            remedy += f", with --init-from {quoted} to start from its weights, or --fork to do so beside it"
+        if not extend and not changed_fields(there_now, run, extend=True):
+            remedy = f"add --extend to train this one longer, or {remedy}"
+        raise UserError(f"--out {path} holds a different run: {_listed(changed)}; {remedy}")
+
+
+def imported(path: Path) -> UserError:
+    """Return the error for an imported model that is to be trained on."""
+    return UserError(
+        f"{path} is an imported model, which has no training to continue; give another --out, with --init-from "
+        f"{shlex.quote(str(path))} to start from its weights"
+    )
+
+
+def refuse_imported(directory: RunDirectory) -> None:
+    """Refuse to continue an imported model."""
+    if select(directory.events(), ImportEvent) and directory.started() is None:
+        raise imported(directory.path)
 
 
 def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
@@ -223,19 +246,31 @@ _AUXILIARY = "auxiliary."
 """Prefix of the names of weights that only auxiliary losses need (`txl.models.vanilla`)."""
 
 
-def check_same_model(source: RunDirectory, run: RunConfig) -> None:
-    """Refuse weights that would have another meaning in this configuration."""
+def weight_changes(source: RunDirectory, run: RunConfig) -> list[str]:
+    """Return the settings that would give a run's weights another meaning, as "model.n_layer 1 -> 4"."""
     theirs, ours = source.config().model.weight_settings(), run.model.weight_settings()
-    changed = [
+    return [
         f"model.{name} {theirs[name]} -> {value}"
         for name, value in ours.items()
         if name in theirs and theirs[name] != value
     ]
-    if changed:
+
+
+def check_same_model(source: RunDirectory, run: RunConfig, fork: bool = False) -> None:
+    """Refuse weights that would have another meaning in this configuration."""
+    if changed := weight_changes(source, run):
+        begin = f"--fork: the weights of {source.path}" if fork else f"--init-from {source.path}: its weights"
         raise UserError(
-            f"--init-from {source.path}: its weights are of another model: {', '.join(changed)}; "
-            f"set these fields to the weights' values"
+            f"{begin} are of another model: {', '.join(changed)}; set these fields to the weights' values"
+            + (", or give another --out without --fork" if fork else "")
         )
+
+
+def _listed(changed: list[str]) -> str:
+    """Return changed fields in words; of many, only the first."""
+    if len(changed) <= _LISTED:
+        return ", ".join(changed)
+    return f"{', '.join(changed[: _LISTED - 1])} and {len(changed) - _LISTED + 1} more"
 
 
 def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:

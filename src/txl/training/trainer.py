@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 import uuid
 from contextlib import nullcontext, suppress
@@ -22,6 +23,7 @@ from txl.devices import float32_products, seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models.language_model import Objective
+from txl.native.build import why_not
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
@@ -84,7 +86,11 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        begun = self.run.model if self.directory.newest() is None else self._model_begun_with()
+        goes_on = self.directory.newest() is not None
+        begun = self._model_begun_with() if goes_on else self.run.model
+        is_compiled = getattr(begun, "attention", None) == "compiled" and self.device == "cpu"
+        if goes_on and is_compiled and (lacks := why_not()):
+            raise UserError(f"{out} was trained with compiled attention, which needs a C++ compiler: {lacks}")
         check_trainable(dataclasses.replace(self.run, model=begun), self.device)  # before any text is fetched
         self._compiled = False
         self._init_note: str | None = None
@@ -172,7 +178,8 @@ class Trainer:
             loop.train()
         where, step, train = self.directory.path, loop.state.counters.step, self.run.train
         reason = "" if step == train.steps else f" (no new best in evaluations: train.patience is {train.patience})"
-        display.message(f"done: step {step} of {train.steps}{reason} in {where}; next: txl eval {where}")
+        following = f"txl eval {shlex.quote(str(where))}"
+        display.message(f"done: step {step} of {train.steps}{reason} in {where}; next: {following}")
         outcome = {"directory": str(where), **asdict(loop.state.counters)}
         return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
 
@@ -403,4 +410,5 @@ def fork_of(
             return candidate, None if candidate == out else out
         number += 1
         candidate = beside.with_name(f"{beside.name}-fork-{number}")
+    check_same_model(RunDirectory(out), config, fork=True)
     return candidate, out
