@@ -180,7 +180,6 @@ def test_help_shows_the_family_s_fields_alone(words, lacking, capsys, monkeypatc
 
 _SERVES_ONE = {
     "benchmarking/__init__.py",  # Table 9 and the peers
-    "commands/import_.py",
     "generation/engine.py",
     "interop/export_run.py",
 }

@@ -79,4 +79,4 @@ def test_one_that_cannot_be_loaded_is_named_and_compiled_instead(loaded, tmp_pat
         library, reason = loaded()
     assert library is None
     assert "CXX is 'no-such-compiler'" in (reason or "")
-    assert [str(broken) in record.message for record in caplog.records] == [True, False]
+    assert [str(broken) in record.message for record in caplog.records] == [True]  # `library` logs the reason

@@ -83,7 +83,7 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         (["--api-key", ""], "--api-key"),
         (["--api-key", " "], "--api-key is empty"),
         (["--api-key", "schl\u00fcssel"], "printable ASCII"),
-        (["--mem-len", "-5"], "mem_len"),
+        (["--mem-len", "-5"], "--mem-len is -5"),
         (["--checkpoint", "9999"], "checkpoint"),
         (["--dtype", "int8"], "--dtype"),
         (["--allow-host", "example.org:443"], "without scheme and port"),

@@ -5,6 +5,7 @@ Shapes: B lanes, T queries, S keys, H heads, D width of a head.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -327,4 +328,9 @@ def attention_note(
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None
     reason = BACKENDS["compiled"].refusal(model, "cpu")
-    return reason and f"{reason.partition(', or use')[0]}; shifted is used, which is slower"
+    return reason and f"{without_remedy(reason)}; shifted is used, which is slower"
+
+
+def without_remedy(refusal: str) -> str:
+    """Return a backend's refusal to train a model without its last remedy, another backend."""
+    return re.split(r"(?:, or|;) use --model\.attention", refusal)[0]

@@ -31,7 +31,6 @@ from txl.commands.options import add_dtype, add_memory_options, add_run_options,
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.config import AdaptationRule
 from txl.errors import UserError
-from txl.reporting.wording import counted
 from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
@@ -134,6 +133,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluation]) -> None:
+    from txl.reporting.wording import counted
+
     tuned = found.tuning
     best = tuned.adaptation
     print(

@@ -148,6 +148,7 @@ def load_to_adapt(
     """
     import torch
 
+    from txl.attention.backends import without_remedy
     from txl.models import FAMILIES
 
     device, attention = pick_device(arguments.device), None
@@ -155,7 +156,7 @@ def load_to_adapt(
         FAMILIES[type(config.model)].check_training(config.model, device, getattr(torch, arguments.dtype))
     except UserError as error:
         attention = "auto"
-        say(f"note: {str(error).partition(', or use')[0]}; the attention of auto, the same function, is used")
+        say(f"note: {without_remedy(str(error))}; the attention of auto, the same function, is used")
     if device != "cpu" and getattr(config.model, "attention", None) == "fastest":
         attention = "auto"  # without a device, "fastest" would choose for a CPU
     return directory.load(checkpoint, device, attention)
