@@ -248,6 +248,12 @@ def test_an_output_file_that_cannot_be_written_is_named_as_it_was_given(
     assert [each.name for each in tmp_path.iterdir()] == ["text"]
 
 
+def test_a_file_with_the_name_of_an_option_is_not_called_an_option(refused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "split").touch()
+    assert refused("eval", "split") == "txl: error: split is a file; expected a run directory"
+
+
 def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
@@ -294,7 +300,10 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     ("what", "expected"),
     [
         ("truncated", "model.safetensors: truncated: "),
-        ("best is no name", "copy/best names no checkpoint; choose one: --checkpoint 8 or 12"),
+        (
+            "best is no name",
+            "copy/best names no checkpoint; choose a step with --checkpoint (8 or 12), or restore best",
+        ),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),
         ("config is no JSON", "line 1 column 2 (char 1)); restore it from a copy"),

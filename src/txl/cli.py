@@ -154,9 +154,11 @@ class Parser(argparse.ArgumentParser):
             needed = [each for each in (*self._actions, *self._mutually_exclusive_groups) if each.required]
             for each in needed:
                 each.required = False
-            _, unknown = super().parse_known_args(args)
-            for each in needed:
-                each.required = True
+            try:
+                _, unknown = super().parse_known_args(args)
+            finally:
+                for each in needed:
+                    each.required = True
         if unknown:
             self._refuse_unknown(unknown, missing)
         if missing:
@@ -295,8 +297,8 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _with_option(message: str, arguments: argparse.Namespace) -> str:
     """Name an option of the command where a function of the package has named its parameter: "mem_len is -1 ..."."""
-    named = re.match(r"([a-z]\w*) is ", message)
-    if named is None or named[1] not in vars(arguments):
+    named = re.match(r"([a-z]\w*) is [-\d']", message)  # a value, unlike "FILE is a folder"
+    if named is None or named[1] in ("directory", "file", "name", "preset") or named[1] not in vars(arguments):
         return message
     return f"--{named[1].replace('_', '-')}{message[named.end(1) :]}"
 

@@ -155,7 +155,7 @@ def base_config(name: str) -> RunConfig:
 
     if name in presets() or not (Path(name) / "config.json").is_file():
         if name not in presets() and Path(name).is_file():
-            raise UserError(f"{name} is a file, not a preset; give a text with --data.corpus {name}")
+            raise UserError(f"{name} is a file, not a preset; give a text with --data.corpus {shlex.quote(name)}")
         if os.sep in name:
             raise UserError(f"{name} is neither a preset nor a run directory (it has no config.json)")
         return preset(name)

@@ -389,7 +389,7 @@ def _named_splits(folder: Path, paths: list[Path]) -> dict[str, list[Path]] | No
 def _split_folders(root: Path, paths: list[Path], plain: dict[str, list[Path]]) -> dict[Path, dict[str, list[Path]]]:
     """Return the files below folders named after splits, by the parent of these folders.
 
-    In the root, a file such as train.txt (`plain`) counts as a folder of its split.
+    In the root, a file such as train.txt (`plain`) counts as a folder of its split, if the split has none.
     The names `training` and `dev` have other uses too: the first counts only without a folder `train` beside it, the
     second only beside one. A parent counts if its folders are those of all splits, or of two splits with texts. Below
     the root, where folders have such names for many reasons, one of them must be for training; all of them must have a
@@ -402,7 +402,8 @@ def _split_folders(root: Path, paths: list[Path], plain: dict[str, list[Path]]) 
         if depth is not None:
             below.setdefault(root.joinpath(*path.relative_to(root).parts[:depth]), []).append((folders[depth], path))
     if root in below:
-        below[root] += [(split, path) for split, files in plain.items() for path in files]
+        have = {_SPLIT_OF_FOLDER[folder] for folder, _ in below[root]}
+        below[root] += [(split, path) for split, files in plain.items() if split not in have for path in files]
 
     def count(found: dict[str, list[Path]], is_text: Callable[[str], bool]) -> int:
         names = ([_COMPRESSED_END.sub("", path.name) for path in files] for files in found.values())

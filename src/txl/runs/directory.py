@@ -217,7 +217,10 @@ class RunDirectory:
         if not steps:
             return f"{self.path} has no checkpoint; train it: txl train --out {shlex.quote(str(self.path))}"
         if which in ("best", "latest"):
-            return f"{self.path / which} names no checkpoint; choose one: --checkpoint {' or '.join(steps)}"
+            return (
+                f"{self.path / which} names no checkpoint; choose a step with --checkpoint ({' or '.join(steps)}), or "
+                f"restore {which} from a copy"
+            )
         return f"checkpoint is {which}, but {self.path} has the steps {', '.join(steps)}"
 
     def load(
