@@ -40,6 +40,7 @@ from txl.presets import minutes
 from txl.runs.checkpoints import checkpoint_step
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
+from txl.training.compilation import can_capture
 from txl.training.trainer import Trainer
 
 MB, KB = 1_000_000, 1_000
@@ -317,7 +318,24 @@ HAND_MADE = {
     "4096 byte pairs": {"data.vocab_size": "4096"},
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
-"""Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared."""
+"""Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared on a CPU."""
+
+
+def _of_size(layers: int, width: int, lanes: int) -> dict[str, str]:
+    return {
+        "model.n_layer": str(layers), "model.d_model": str(width), "model.n_head": str(width // 32),
+        "model.d_inner": str(3 * width), "data.vocab_size": "4096", "train.batch_size": str(lanes),
+    }  # fmt: skip
+
+
+HAND_MADE_ON_GPU = {
+    f"{layers}x{width}, {lanes} lanes": _of_size(layers, width, lanes)
+    for layers, width, lanes in (
+        (6, 192, 16), (6, 256, 64), (8, 384, 16), (8, 384, 64), (12, 512, 16), (12, 512, 64), (16, 768, 32),
+        (6, 256, 128),
+    )
+}  # fmt: skip
+"""The same on a GPU, where larger models and more lanes cost less."""
 ROUNDS = 5
 """Number of measurements of each configuration's step; the median counts."""
 
@@ -336,8 +354,8 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
         for name, run in runs.items():
             folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
             out = RunDirectory(given.work / folder)
-            Trainer(run, out.path, device="cpu", data_dir=given.work / "data", quiet=True).fit()
-            model, _ = txl.load(out.path)
+            Trainer(run, out.path, device=given.device, data_dir=given.work / "data", quiet=True).fit()
+            model, _ = txl.load(out.path, device=given.device)
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data")
             lengths = run.eval.lengths.options()
             scored = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
@@ -361,12 +379,13 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     began, data = time.perf_counter(), given.work / "data"
     runs, seconds, corpora = {}, {}, {}
     if given.what == "check":
-        chosen = run_in_minutes(given.minutes, options, "cpu", data, began=began, quiet=True)
+        chosen = run_in_minutes(given.minutes, options, given.device, data, began=began, quiet=True)
         print("\n".join(chosen.lines), flush=True)
         runs["chosen"] = chosen.run
     for name, changes in configurations.items():
         runs[name] = with_options(txl.preset("stdlib-bpe"), options | changes)
-        runs[name].train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
+        runs[name].train.dtype = "bfloat16" if multiplies_bfloat16(given.device) else "float32"
+        runs[name].train.capture = can_capture(runs[name], given.device)
     for name, run in runs.items():
         began = time.perf_counter()
         corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
@@ -376,7 +395,7 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     speeds: dict[str, list[minutes.StepTimes]] = {name: [] for name in runs}
     for _ in range(ROUNDS):  # alternately, so that other load on the machine affects all equally
         for name, run in runs.items():
-            speeds[name].append(measured_speed(run, corpora[name], "cpu", math.inf))
+            speeds[name].append(measured_speed(run, corpora[name], given.device, math.inf))
     for name, run in runs.items():
         step = median(speed.step for speed in speeds[name])
         evaluated_token = median(speed.evaluated_token for speed in speeds[name])
@@ -402,6 +421,10 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
     )
+    parser.add_argument("--device", default="cpu", help="check, vocabulary: cpu or cuda")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="check: these hand-made configurations, not all eight"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
     parser.add_argument("--checks", nargs="+", type=Path, default=[], help="exponent: records of checks")
     given = parser.parse_args()
@@ -413,7 +436,12 @@ def main() -> None:
         print("\n".join(costs(given)))
     elif given.what in ("vocabulary", "check"):
         command += f" --minutes {given.minutes:g}"
-        configurations = HAND_MADE
+        configurations = HAND_MADE if given.device == "cpu" else HAND_MADE_ON_GPU
+        if given.device != "cpu":
+            command += f" --device {given.device}"
+        if given.only:
+            command += f" --only {' '.join(map(repr, given.only))}"
+            configurations = {name: configurations[name] for name in given.only}
         if given.what == "vocabulary":
             command += f" --sizes {' '.join(map(str, given.sizes))}"
             configurations = {

@@ -95,14 +95,21 @@ def rows() -> list[Row]:
         Row(1, "tests", {}, 110),
         train(13, "enwik8-12L", "triton", "captured"),
         train(4, "enwik8-12L", "shifted", "captured"),
+        *(Row(4, "decoding", {"streams": streams}, 15) for streams in (256, 1, 32)),
+        *(train(2, "stdlib-bpe", attention, "captured") for attention in ("triton", "shifted")),
+        *(Row(7, "kernels", {"attention": attention}, 8) for attention in ("triton", "shifted")),
+        Row(8, "in_minutes", {"minutes": 1.0}, 75),
+        *(Row(5, "table9", {"length": length}, 8) for length in (3800, 800, 1800, 2800)),
         train(4, "enwik8-12L", "triton", "eager"),
         train(4, "enwik8-12L", "shifted", "eager"),
-        *(Row(4, "decoding", {"streams": streams}, 15) for streams in (256, 1)),
+        train(2, "stdlib-bpe", "shifted", "eager"),
         train(9, "wt103-base", "triton", "captured"),
         train(5, "wt103-base", "shifted", "captured"),
-        *(train(3, "stdlib-bpe", attention, "captured") for attention in ("triton", "shifted")),
-        *(train(3, "stdlib-bpe", attention, "eager") for attention in ("triton", "shifted")),
-        Row(8, "in_minutes", {"minutes": 1.0}, 75),
+        *(
+            Row(6, "memory", {"attention": attention, "length": length}, 2)
+            for length in (512, 1024, 2048, 4096)
+            for attention in ("triton", "shifted")
+        ),
         train(60, "enwik8-12L", "triton", "compiled captured"),
         Row(3, "equations", {"preset": "enwik8-12L"}, 5),
         Row(3, "huggingface", {"dtype": "bfloat16"}, 10),
@@ -113,15 +120,7 @@ def rows() -> list[Row]:
         train(4, "enwik8-12L", "triton", "captured", dropout=True),
         train(4, "enwik8-12L", "factorised", "eager"),
         train(30, "enwik8-12L", "flex", "eager"),
-        Row(4, "decoding", {"streams": 32}, 15),
-        *(Row(5, "table9", {"length": length}, 8) for length in (3800, 800, 1800, 2800)),
-        *(
-            Row(6, "memory", {"attention": attention, "length": length}, 2)
-            for length in (512, 1024, 2048, 4096)
-            for attention in ("triton", "shifted")
-        ),
-        Row(7, "kernels", {"attention": "triton"}, 8),
-        Row(7, "kernels", {"attention": "shifted"}, 8),
+        train(2, "stdlib-bpe", "triton", "eager"),
     ]
     others = [
         train(15, preset, attention, "eager")
