@@ -364,7 +364,7 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
             if "chosen" in rows and len(rows) == len(runs):
                 best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
                 results[Path(text).name]["chosen_over_best"] = rows["chosen"]["bits_per_byte"] / best
-            write(given.record, command, {"minutes": given.minutes, "texts": results})
+            write(given.record, command, {"minutes": given.minutes, "texts": results}, given.device)
 
 
 def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]]) -> dict[str, RunConfig]:

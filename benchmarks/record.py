@@ -54,14 +54,14 @@ def record_run(path: Path, directory: Path, command: str) -> None:
     write(path, command, {"start": start, "last_training_line": last, "measurements": kept})
 
 
-def write(path: Path, command: str, output: Any) -> None:
-    """Write one record."""
+def write(path: Path, command: str, output: Any, device: str = "cpu") -> None:
+    """Write one record of a measurement on a device."""
     changed = git("status", "--porcelain", "--untracked-files=no")
     value = {
         "command": command,
         "commit": git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": describe_hardware("cpu"),
+        "hardware": describe_hardware(device),
         "software": describe_software(),
         "output": output,
     }

@@ -264,8 +264,6 @@ _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
 on every device, and most recorded models were trained with it. Only backends that were measured to be faster may
 precede it."""
 FASTEST_ON: dict[tuple[str, torch.dtype], str] = {
-    ("NVIDIA H100 80GB HBM3", torch.bfloat16): "triton",
-    ("NVIDIA H100 80GB HBM3", torch.float32): "shifted",
     ("NVIDIA H200", torch.bfloat16): "triton",
     ("NVIDIA H200", torch.float32): "shifted",
 }
