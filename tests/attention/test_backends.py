@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
 
-from txl.attention import BACKENDS, attention_backend, attention_note
+from txl.attention import BACKENDS, AttentionRefused, attention_backend, attention_note
 from txl.attention.backends import FASTEST_ON
 from txl.cli import main
 from txl.config import AttentionName, TransformerXLConfig
@@ -252,11 +252,27 @@ def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys
 def test_declarations_say_what_they_mean():
     assert not any(BACKENDS[name].clamp_len for name in ("factorised", "flex"))
     shaw = TransformerXLConfig(encoding="shaw", dropout=0.0)
-    assert "needs the sinusoid R" in (BACKENDS["flex"].refusal(shaw) or "")
+    assert "needs the sinusoid R" in str(BACKENDS["flex"].refusal(shaw))
     normed = dataclasses.replace(PLAIN, qk_norm=True)
     for name in ("factorised", "flex"):
-        assert "has no norm of W_kR R (model.qk_norm is true)" in (BACKENDS[name].refusal(normed) or "")
-    assert "cannot train in torch.float64" in (BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64) or "")
+        assert "has no norm of W_kR R (model.qk_norm is true)" in str(BACKENDS[name].refusal(normed))
+    assert "cannot train in torch.float64" in str(BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("why", "message"),
+    [
+        ("cannot train on cuda, only on cpu", "cannot train on cuda, only on cpu; use --model.attention auto"),
+        (
+            "cannot train in torch.float16; set train.dtype to float32",
+            "cannot train in torch.float16; set train.dtype to float32, or use --model.attention auto",
+        ),
+    ],
+)
+def test_another_backend_is_the_last_remedy_of_a_refusal(why, message):
+    refusal = AttentionRefused("compiled", why, "auto")
+    assert str(refusal) == f"model.attention compiled {message}"
+    assert refusal.reason == f"model.attention compiled {why}"
 
 
 def test_the_documentation_says_what_the_declarations_say():

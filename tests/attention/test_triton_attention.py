@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
         assert refusal is None
     else:
         assert refusal is not None
-        assert re.fullmatch(f"model.attention triton {reason}(, or|;) use --model.attention shifted", refusal)
+        assert re.fullmatch(f"model.attention triton {reason}(, or|;) use --model.attention shifted", str(refusal))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -36,10 +36,12 @@ from __future__ import annotations
 
 from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, attention_note
 from txl.attention.equations import KeyScope, reference_attention
+from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 
 __all__ = [
     "BACKENDS",
+    "AttentionRefused",
     "Backend",
     "KeyScope",
     "RelativeAttention",

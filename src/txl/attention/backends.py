@@ -5,7 +5,6 @@ Shapes: B lanes, T queries, S keys, H heads, D width of a head.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from txl.attention.equations import KeyScope, reference_attention
 from txl.attention.factorised import DotProductKernel, FlexKernel, WideKernel
+from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
@@ -61,7 +61,7 @@ def compiled_attention(
     """
     # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
-        raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+        raise AttentionRefused("compiled", reason, "auto")
     filled = scope.filled_tensor
     if scope.filled is not None:
         filled = torch.tensor(scope.filled, device="cpu")
@@ -165,20 +165,17 @@ class Backend:
 
     def refusal(
         self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
-    ) -> str | None:
-        """Return why this backend cannot train a model, and a remedy; None if it can.
+    ) -> AttentionRefused | None:
+        """Return the error for a model that this backend cannot train; None if it can.
 
         Args:
             model: model configuration.
             device: device of the training, such as "cpu" or "cuda:1"; None: not known yet.
             dtype: dtype of the matrix products; None: not known yet.
         """
-        reason = self._missing(model) or self._misplaced(model, device, dtype)
+        why = self._missing(model) or self._misplaced(model, device, dtype)
         asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
-        if reason is None:
-            return None
-        # Some reasons have a remedy of their own.
-        return f"model.attention {asked} {reason}{', or' if ';' in reason else ';'} use --model.attention shifted"
+        return None if why is None else AttentionRefused(asked, why)
 
     def _missing(self, model: TransformerXLConfig) -> str | None:
         """Return a message on the first unsupported option of the model; None if all are supported."""
@@ -303,8 +300,8 @@ def attention_backend(
         names = ", ".join([*_CHOICES, *BACKENDS])
         raise UserError(f"model.attention is {model.attention!r}; expected one of {names}")
     backend = BACKENDS[model.attention]
-    if (reason := backend.refusal(model, device)) is not None:
-        raise UserError(reason)
+    if (refusal := backend.refusal(model, device)) is not None:
+        raise refusal
     return backend
 
 
@@ -327,10 +324,5 @@ def attention_note(
         )
     if model.attention != "fastest" or (device or "cpu") != "cpu":
         return None
-    reason = BACKENDS["compiled"].refusal(model, "cpu")
-    return reason and f"{without_remedy(reason)}; shifted is used, which is slower"
-
-
-def without_remedy(refusal: str) -> str:
-    """Return a backend's refusal to train a model without its last remedy, another backend."""
-    return re.split(r"(?:, or|;) use --model\.attention", refusal)[0]
+    refusal = BACKENDS["compiled"].refusal(model, "cpu")
+    return refusal and f"{refusal.reason}; shifted is used, which is slower"

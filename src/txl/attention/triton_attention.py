@@ -23,8 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from txl.attention.equations import KeyScope
+from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
-from txl.errors import UserError
 
 _POSITION_PROGRAMS = 2048
 """Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes
@@ -168,9 +168,7 @@ def triton_attention(
     if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
         return shifted_attention(query, key, value, position, u, v, scope)
     if reason is not None:
-        raise UserError(
-            f"model.attention triton {reason}{', or' if ';' in reason else ';'} use --model.attention shifted"
-        )
+        raise AttentionRefused("triton", reason)
     return kernel_attention(query, key, value, position, u, v, scope, dropout)
 
 
@@ -323,16 +321,14 @@ class _Call:
         """Run a kernel of `triton_kernels`.
 
         Raises:
-            UserError: if the device has too few resources for the kernel; then nothing is launched.
+            AttentionRefused: if the device has too few resources for the kernel; then nothing is launched.
         """
         kernels = _kernels()
         kernel, tiles = getattr(kernels, name), self.tiles[name]
         try:
             kernel[grid](**self.arguments, **more, BLOCK=tiles.block, **tiles.options)
         except kernels.triton.runtime.errors.OutOfResources as error:
-            raise UserError(
-                f"model.attention triton does not fit on {self.device} ({error}); use --model.attention shifted"
-            ) from None
+            raise AttentionRefused("triton", f"does not fit on {self.device} ({error})") from None
 
 
 def _kernels() -> ModuleType:

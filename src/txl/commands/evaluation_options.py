@@ -148,15 +148,15 @@ def load_to_adapt(
     """
     import torch
 
-    from txl.attention.backends import without_remedy
+    from txl.attention import AttentionRefused
     from txl.models import FAMILIES
 
     device, attention = pick_device(arguments.device), None
     try:
         FAMILIES[type(config.model)].check_training(config.model, device, getattr(torch, arguments.dtype))
-    except UserError as error:
+    except AttentionRefused as error:
         attention = "auto"
-        say(f"note: {without_remedy(str(error))}; the attention of auto, the same function, is used")
+        say(f"note: {error.reason}; the attention of auto, the same function, is used")
     if device != "cpu" and getattr(config.model, "attention", None) == "fastest":
         attention = "auto"  # without a device, "fastest" would choose for a CPU
     return directory.load(checkpoint, device, attention)

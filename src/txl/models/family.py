@@ -61,7 +61,7 @@ class FamilyModel(LanguageModel[StateT]):
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Raise `UserError` if a configuration cannot train on a device with matrix products in a dtype."""
+        """Raise `AttentionRefused` if a configuration cannot train on a device with matrix products in a dtype."""
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Return the parameters of the layers that are matrices, which map hidden states to hidden states.

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from txl.attention.refused import AttentionRefused
 from txl.config import TransformerConfig
-from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32
 from txl.native.dropout import compiled_dropout
 from txl.native.few_rows import few_rows
@@ -94,13 +94,13 @@ class Dropout(nn.Dropout):
         """Drop numbers in training; otherwise return the input itself.
 
         Raises:
-            UserError: if the compiled library cannot serve the input's device or dtype.
+            AttentionRefused: if the compiled library cannot serve the input's device or dtype.
         """
         if not (self.compiled and self.training and self.p > 0):
             return super().forward(input)
         # Compiled attention would raise the same error, but only after this dropout.
         if not torch.compiler.is_compiling() and (reason := why_not_training(input.device.type, input.dtype)):
-            raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+            raise AttentionRefused("compiled", reason, "auto")
         return compiled_dropout(input, self.p)
 
 

@@ -244,10 +244,10 @@ class TransformerXL(FamilyModel[Memory]):
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Raise `UserError` if the configuration's attention cannot train on a device or in a dtype."""
+        """Raise `AttentionRefused` if the configuration's attention cannot train on a device or in a dtype."""
         assert isinstance(config, TransformerXLConfig)
-        if (reason := attention_backend(config, device, dtype).refusal(config, device, dtype)) is not None:
-            raise UserError(reason)
+        if (refusal := attention_backend(config, device, dtype).refusal(config, device, dtype)) is not None:
+            raise refusal
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""
@@ -337,8 +337,8 @@ class TransformerXL(FamilyModel[Memory]):
             dtype = torch.get_autocast_dtype(device.type)
         # The state may have another clamp than the configuration.
         here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
-        if (reason := self.backend.refusal(here, str(device), dtype)) is not None:
-            raise UserError(reason)
+        if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
+            raise refusal
         return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
 
     def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from txl.attention.backends import causal_attention
 from txl.attention.equations import sinusoid
+from txl.attention.refused import AttentionRefused
 from txl.config import Lengths, ModelConfig, TrainConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models.costs import LayerCosts, transformer_costs
@@ -182,10 +183,10 @@ class VanillaTransformer(FamilyModel[NoMemory]):
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
-        """Raise `UserError` if the compiled attention does not support the device, the dtype or this machine."""
+        """Raise `AttentionRefused` if the compiled attention does not support the device, the dtype or this machine."""
         assert isinstance(config, VanillaConfig)
         if config.attention == "compiled" and (reason := why_not_training(device, dtype)):
-            raise UserError(f"model.attention compiled {reason}, or use --model.attention auto")
+            raise AttentionRefused("compiled", reason, "auto")
 
     def __init__(
         self, config: VanillaConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None

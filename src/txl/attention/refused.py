@@ -1,0 +1,20 @@
+"""The error of an attention backend that cannot train a model on a device, in a dtype, or on this machine."""
+
+from __future__ import annotations
+
+from txl.errors import UserError
+
+
+class AttentionRefused(UserError):
+    """Refusal of a backend, with another backend as its last remedy.
+
+    Args:
+        backend: name of the backend, as `model.attention` gives it.
+        why: phrase that follows the name; after a semicolon, a remedy of its own.
+        instead: value of `model.attention` that works.
+    """
+
+    def __init__(self, backend: str, why: str, instead: str = "shifted"):
+        self.reason = f"model.attention {backend} {why}"
+        """The message without the last remedy, for callers that take the other backend themselves."""
+        super().__init__(f"{self.reason}{', or' if ';' in why else ';'} use --model.attention {instead}")
