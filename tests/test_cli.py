@@ -14,7 +14,7 @@ import pytest
 import txl
 from tests.conftest import options_of, small_run
 from txl.cli import main
-from txl.commands.options import note_lacking
+from txl.commands.arguments import note_lacking
 from txl.data.corpora import absolute_path
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from txl.commands.arguments import pick_device, run_corpus, run_to_read, tested_lengths, writable_folder
 from txl.commands.options import (
     add_memory_options,
     add_out,
@@ -14,11 +15,6 @@ from txl.commands.options import (
     named,
     number_or_all,
     numbers,
-    pick_device,
-    run_corpus,
-    run_to_read,
-    tested_lengths,
-    writable_folder,
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.files import JsonObject

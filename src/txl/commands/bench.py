@@ -9,18 +9,9 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_dtype,
-    add_json,
-    base_config,
-    config_options,
-    numbers,
-    pick_device,
-    refuse_below_one,
-)
+from txl.commands.arguments import pick_device, refuse_below_one
+from txl.commands.config_options import add_config_options, base_config, config_options
+from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, numbers
 from txl.commands.output import print_json, say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError

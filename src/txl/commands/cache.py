@@ -7,9 +7,10 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
+from txl.commands.arguments import pick_device, run_corpus, run_to_read
 from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions, refuse_tuned_split
 from txl.commands.evaluation_results import measured_on, print_rows, refuse_not_a_number
-from txl.commands.options import add_dtype, add_memory_options, add_run_options, pick_device, run_corpus, run_to_read
+from txl.commands.options import add_dtype, add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.runs.events import Evaluation, EventName
 

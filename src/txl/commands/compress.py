@@ -11,16 +11,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from txl.commands.options import (
-    add_checkpoint,
-    add_data_dir,
-    add_json,
-    add_memory_options,
-    check_output_file,
-    existing_run,
-    standard_input,
-    tested_lengths,
-)
+from txl.commands.arguments import check_output_file, existing_run, standard_input, tested_lengths
+from txl.commands.options import add_checkpoint, add_data_dir, add_json, add_memory_options
 from txl.commands.output import output, print_json, progress_bar, say
 from txl.config.values import from_plain
 from txl.errors import UserError

@@ -8,14 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_out,
-    check_corpus,
-    config_options,
-    writable_folder,
-)
+from txl.commands.arguments import check_corpus, pick_device, writable_folder
+from txl.commands.config_options import add_config_options, config_options
+from txl.commands.options import add_data_dir, add_out
 from txl.commands.output import say
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
@@ -57,7 +52,6 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
-    from txl.commands.options import pick_device
     from txl.presets import preset
     from txl.training.compilation import can_capture
 
@@ -100,7 +94,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def arithmetic_of(out: Path) -> dict[str, str]:
     """Return the dtype of the run in `out`, so that it resumes, or else the dtype that this machine is fast in."""
-    from txl.commands.options import pick_device
     from txl.runs.directory import RunDirectory
     from txl.runs.environment import multiplies_bfloat16
 
@@ -116,7 +109,6 @@ def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
     """
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.workloads import timed, training_workload
-    from txl.commands.options import pick_device
     from txl.data.corpora import known_vocabulary_size
     from txl.runs.directory import RunDirectory
 

@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
+from txl.commands.arguments import run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     BATCH,
     DynamicRequest,
@@ -27,7 +28,7 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import add_dtype, add_memory_options, add_run_options, run_corpus, run_to_read
+from txl.commands.options import add_dtype, add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.config import AdaptationRule
 from txl.errors import UserError

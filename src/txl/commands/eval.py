@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from txl.commands.arguments import pick_device, run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     DynamicRequest,
     add_cache_options,
@@ -26,15 +27,7 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import (
-    add_dtype,
-    add_memory_options,
-    add_run_options,
-    numbers,
-    pick_device,
-    run_corpus,
-    run_to_read,
-)
+from txl.commands.options import add_dtype, add_memory_options, add_run_options, numbers
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.errors import UserError
 from txl.files import reason_of

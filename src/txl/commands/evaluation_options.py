@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from txl.commands.options import config_options, named, number_or_all, pick_device, tested_lengths
+from txl.commands.arguments import pick_device, tested_lengths
+from txl.commands.config_options import config_options
+from txl.commands.options import named, number_or_all
 from txl.commands.output import say
 from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
 from txl.errors import UserError

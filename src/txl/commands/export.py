@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_checkpoint, add_json, add_out, run_to_read
+from txl.commands.arguments import run_to_read
+from txl.commands.options import add_checkpoint, add_json, add_out
 from txl.commands.output import print_json
 
 if TYPE_CHECKING:

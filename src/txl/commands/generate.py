@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from txl.commands.arguments import convention, note_lacking, pick_device, run_to_read, standard_input, tested_lengths
 from txl.commands.options import (
     add_checkpoint,
     add_detokenise,
@@ -17,12 +18,6 @@ from txl.commands.options import (
     add_json,
     add_memory_options,
     add_sampling_options,
-    convention,
-    note_lacking,
-    pick_device,
-    run_to_read,
-    standard_input,
-    tested_lengths,
 )
 from txl.commands.output import print_json, record
 from txl.errors import UserError

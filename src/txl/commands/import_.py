@@ -8,7 +8,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_config_options, add_json, add_out, check_corpus, config_options
+from txl.commands.arguments import check_corpus
+from txl.commands.config_options import add_config_options, config_options
+from txl.commands.options import add_json, add_out
 from txl.commands.output import print_json
 from txl.config import leaf_fields, shown
 from txl.errors import UserError

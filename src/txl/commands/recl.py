@@ -6,23 +6,17 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Literal
 
-from txl.commands.evaluation_options import fractions
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_dtype,
-    add_json,
-    add_out,
+from txl.commands.arguments import (
     clamp_setting,
-    config_options,
     existing_run,
-    limit,
     pick_device,
     refuse_below_one,
     run_corpus,
     writable_folder,
 )
+from txl.commands.config_options import add_config_options, config_options
+from txl.commands.evaluation_options import fractions
+from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, add_out, limit
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.config import TransformerXLConfig
 from txl.errors import UserError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_data_dir, add_json, add_out, check_output_file, existing_run
+from txl.commands.arguments import check_output_file, existing_run
+from txl.commands.options import add_data_dir, add_json, add_out
 from txl.commands.output import print_json, say
 
 if TYPE_CHECKING:

@@ -7,15 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_out,
-    config_options,
-    pick_device,
-)
+from txl.commands.arguments import pick_device
+from txl.commands.config_options import add_config_options, config_options
+from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError

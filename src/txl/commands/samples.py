@@ -5,12 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_detokenise,
-    add_memory_options,
-    add_out,
-    add_run_options,
-    add_sampling_options,
+from txl.commands.arguments import (
     convention,
     pick_device,
     refuse_below_one,
@@ -19,6 +14,7 @@ from txl.commands.options import (
     tested_lengths,
     writable_folder,
 )
+from txl.commands.options import add_detokenise, add_memory_options, add_out, add_run_options, add_sampling_options
 from txl.commands.output import ProgressByPart, print_json, print_table
 from txl.errors import UserError
 

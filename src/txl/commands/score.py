@@ -8,13 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from txl.commands.evaluation_options import add_cache_options, refuse_with_sliding, with_cache
-from txl.commands.options import (
-    add_checkpoint,
-    add_device,
-    add_dtype,
-    add_memory_options,
-    add_out,
+from txl.commands.arguments import (
     check_output_file,
     clamp_setting,
     note_lacking,
@@ -23,6 +17,8 @@ from txl.commands.options import (
     standard_input,
     tested_lengths,
 )
+from txl.commands.evaluation_options import add_cache_options, refuse_with_sliding, with_cache
+from txl.commands.options import add_checkpoint, add_device, add_dtype, add_memory_options, add_out
 from txl.commands.output import output, progress_bar, say
 from txl.errors import UserError
 

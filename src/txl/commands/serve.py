@@ -12,16 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from txl.commands.options import (
-    add_checkpoint,
-    add_device,
-    add_memory_options,
-    not_empty,
-    pick_device,
-    refuse_below_one,
-    run_to_read,
-    tested_lengths,
-)
+from txl.commands.arguments import pick_device, refuse_below_one, run_to_read, tested_lengths
+from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty
 from txl.commands.output import say
 from txl.errors import UserError
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from txl.commands.options import add_json, existing_run
+from txl.commands.arguments import existing_run
+from txl.commands.options import add_json
 from txl.commands.output import print_json
 
 if TYPE_CHECKING:

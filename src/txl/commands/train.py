@@ -8,18 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    add_data_dir,
-    add_device,
-    add_json,
-    add_out,
-    base_config,
-    check_corpus,
-    config_options,
-    existing_run,
-    pick_device,
-)
+from txl.commands.arguments import check_corpus, existing_run, pick_device
+from txl.commands.config_options import add_config_options, base_config, config_options
+from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
 from txl.config import RunConfig, TransformerXLConfig, chosen_family, leaf_fields, shown, validate, with_options
 from txl.errors import UserError

@@ -1,0 +1,193 @@
+"""What the arguments of a command name: devices, runs, corpora, lengths and output files, checked before slow work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Literal
+
+from txl.commands.config_options import config_options, data_config
+from txl.commands.output import say
+from txl.config import Lengths, RunConfig
+from txl.errors import UserError
+from txl.files import refuse_file
+
+if TYPE_CHECKING:
+    from txl.data.detokenise import Convention
+    from txl.data.prepared import Corpus
+    from txl.data.vocabulary import Vocabulary
+    from txl.runs.directory import RunDirectory
+
+_NAMED = 8
+"""Most words or characters that a message lists; the others are only counted."""
+
+
+def standard_input() -> IO[bytes]:
+    """Return standard input, for reading bytes."""
+    if sys.stdin is None:
+        raise UserError("standard input is closed; give a file instead of -")
+    return sys.stdin.buffer
+
+
+def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
+    """Return the tokenisation convention that `--detokenise` selects; None if there is none."""
+    from txl.data.detokenise import check_convention, convention_of
+
+    if name == "none":
+        return None
+    if name == "auto":
+        return convention_of(vocabulary)
+    if vocabulary is not None and vocabulary.kind != "word":
+        raise UserError(f"--detokenise is {name}, but this model reads {vocabulary.kind} tokens; leave it out")
+    return check_convention(name)
+
+
+def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
+    """Return memory length, window and clamp of an evaluation: the given options, else the run's test settings.
+
+    ``--mem-len M`` without ``--window`` means window M (`Lengths.tested`); without memory each segment is read alone.
+    """
+    return run.eval.lengths.tested(arguments.mem_len, arguments.window, arguments.clamp_len)
+
+
+def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
+    """Return the clamp of an evaluation, a number or "none": the given one, else that of the run's test settings."""
+    return run.eval.lengths.options()["clamp_len"] if given is None else given
+
+
+def pick_device(name: str | None) -> str:
+    """Return the device to use: the named one, else a GPU if there is one, else the CPU."""
+    import torch
+
+    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.startswith("cpu:"):
+        chosen = "cpu"  # there is one
+    try:
+        torch.zeros(1, device=chosen).item()
+        if chosen.startswith("cuda:"):
+            torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        if "aten::" in reason:  # words for PyTorch's own developers
+            reason = "this PyTorch has no such device"
+        raise UserError(f"--device {chosen} cannot be used here: {reason}; use --device cpu") from None
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too
+    return chosen
+
+
+def existing_run(path: str, option: str = "") -> Path:
+    """Return the path of a run directory, given to `option` or as an argument; refuse what is not a run directory."""
+    directory, what = Path(path), f"{option} {path}".lstrip()
+    refuse_file(directory, what, "a run directory")
+    if not directory.is_dir():
+        made_by = f"txl train --out {shlex.quote(path)}"
+        raise UserError(f"{what}: no such directory; expected a run directory (made by {made_by})")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{what}: not a run directory (it has no config.json)")
+    return directory
+
+
+def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig, Path]:
+    """Return the run directory that a command names, its configuration and checkpoint, without importing PyTorch."""
+    from txl.runs.directory import RunDirectory
+
+    directory = RunDirectory(existing_run(arguments.directory))
+    config, checkpoint = directory.config(), directory.checkpoint(arguments.checkpoint)
+    if "data.corpus" in config_options(arguments):
+        check_corpus(data_config(arguments, config.data).corpus)
+    return directory, config, checkpoint
+
+
+def check_corpus(name: str) -> None:
+    """Refuse a corpus that does not exist, before any slow work begins."""
+    from txl.data.catalogue import BENCHMARKS
+    from txl.data.corpora import STDLIB, own_files
+
+    if name and name != STDLIB and name not in BENCHMARKS:
+        own_files(name)
+
+
+def writable_folder(path: str | Path) -> Path:
+    """Return a folder for results after checking that it is writable; folders made for the check are removed."""
+    folder = Path(path)
+    refuse_file(folder, f"--out {path}", "a folder")
+    made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]  # the innermost first
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written ({error.strerror}); give another folder") from None
+    finally:
+        for each in made:
+            with suppress(OSError):
+                each.rmdir()
+    return folder
+
+
+def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
+    """Refuse the first of the named options whose number is below 1; options that were not given are skipped."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
+
+
+def check_output_file(out: str | None, source: Path | None) -> None:
+    """Refuse an output file that cannot be written, before anything is computed."""
+    if out is None:
+        return
+    path = Path(out)
+    if not path.parent.is_dir():
+        raise UserError(f"--out {out}: {path.parent} is not a folder; make it first")
+    if path.is_dir():
+        raise UserError(f"--out {out} is a folder; expected the name of a file")
+    if source is not None and path.exists() and path.samefile(source):
+        raise UserError(f"--out {out} is the source itself; expected another file")
+    if _is_of_a_run(path.resolve()):
+        raise UserError(f"--out {out} is a file of the run itself; expected another file")
+
+
+_OF_A_RUN = ("config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints")
+"""Files of a run directory without which the run is lost."""
+
+
+def _is_of_a_run(path: Path) -> bool:
+    """Return whether a resolved path is that of a file in `_OF_A_RUN`, or below its folder of checkpoints."""
+    return any(
+        path.relative_to(folder).parts[0] in _OF_A_RUN
+        and (folder / "config.json").is_file()
+        and (folder / "checkpoints").is_dir()
+        for folder in path.parents
+    )
+
+
+def run_corpus(
+    run: RunDirectory, vocabulary: Vocabulary | None, arguments: argparse.Namespace, whole: bool = False
+) -> Corpus:
+    """Open the corpus that the run was trained on, or the corpus that the options name, in the run's vocabulary."""
+    from txl.runs.corpus import is_trained_on, open_run_corpus
+
+    options = config_options(arguments)
+    corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
+    if not options and not is_trained_on(run, corpus):
+        if run.started() is None:
+            say(f"note: the log of {run.path} does not say which text the model was trained on")
+        else:
+            say(f"note: {corpus.name} on this machine is not the text that this model was trained on")
+    return corpus
+
+
+def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
+    """Print a note with the words or characters of a prompt that are read as `<unk>`."""
+    lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
+    if lacking:
+        words = vocabulary is not None and vocabulary.kind == "word"
+        shown = [each if words else f"{each!r} (U+{ord(each):04X})" for each in lacking[:_NAMED]]
+        more = f" and {len(lacking) - _NAMED:,} more" if len(lacking) > _NAMED else ""
+        say(f"note: the vocabulary lacks {', '.join(shown)}{more}; read as <unk>")

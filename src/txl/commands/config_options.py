@@ -1,0 +1,149 @@
+"""Options for the fields of the configuration, `--model.mem-len` for `config.model.mem_len`, and its help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from txl.config import (
+    MODEL_FAMILIES,
+    DataConfig,
+    RunConfig,
+    chosen_family,
+    leaf_fields,
+    options,
+    parsed_options,
+    placeholder,
+    shown,
+    with_options,
+)
+from txl.errors import UserError
+
+
+def add_config_options(
+    parser: argparse.ArgumentParser,
+    sections: tuple[str, ...],
+    help_of: str = "",
+    short: Sequence[str] = (),
+    first: argparse._ArgumentGroup | None = None,
+) -> None:
+    """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
+
+    Args:
+        parser: parser that gets the options, in one group for each section and each class of models.
+        sections: sections to add: model, data, train, eval.
+        help_of: family of models whose options the help shows. Empty: the family of the preset, if one precedes
+            --help, else all families.
+        short: fields that also have a short form, ``--mem-len`` for ``model.mem_len``.
+        first: group for the fields in `short`, instead of the group of their section.
+    """
+    groups: dict[str, Any] = {}
+    for option in sorted(options(), key=lambda each: _place(each.name, short)):
+        section, _, field = option.name.partition(".")
+        if section not in sections:
+            continue
+        title = f"{section}.*, {option.owner.title}" if option.owner else _TITLES[section]
+        spellings = [option.name, *([field] if option.name in short else [])]
+        flags = [f"--{name.replace('_', '-')}" for name in reversed(spellings)]
+        flags += [f"--{option.name}"] if "_" in option.name else []
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "true"} if option.hint is bool else {}
+        )  # --model.pre-norm alone switches it on
+        group = first if option.name in short else groups.get(title)
+        if group is None:
+            group = groups[title] = parser.add_argument_group(title)
+        group.add_argument(
+            *flags,
+            dest=option.name,
+            metavar=placeholder(option.hint),
+            default=argparse.SUPPRESS,
+            help=option.help,
+            **switch,
+        )
+    if "model" in sections:
+        has_preset = any(action.dest == "preset" and not action.option_strings for action in parser._actions)
+        told = "show this help, with the values of PRESET" if has_preset else "show this help"
+        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, help=told)
+
+
+_TITLES = {
+    "data": "data.*, the text",
+    "model": "model.*",
+    "train": "train.*",
+    "eval": "eval.*, defaults of commands that evaluate",
+}
+
+
+def _place(name: str, short: Sequence[str]) -> tuple[int, int]:
+    """Return the sort key of an option: first the order of `short`, then text, model, training, evaluation."""
+    if name in short:
+        return 0, list(short).index(name)
+    return 1, list(_TITLES).index(name.partition(".")[0])
+
+
+class _Help(argparse.Action):
+    """Action of `--help` that shows only the fields of one family of models, with the values of the preset."""
+
+    def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
+        self.family = family
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        family, values_of_preset = MODEL_FAMILIES.get(self.family), dict[str, Any]()
+        name = getattr(namespace, "preset", None)
+        if name is not None:
+            given = config_options(namespace)
+            with suppress(UserError):
+                config = base_config(name)
+                of_model = {key.partition(".")[2]: value for key, value in parsed_options(given).items()}
+                family = family or chosen_family(of_model, config.model)
+                values_of_preset = {key: value for key, _, _, value in leaf_fields(with_options(config, given))}
+        for action in parser._actions:
+            section, _, field = action.dest.partition(".")
+            if family is not None and section == "model" and field not in family.__dataclass_fields__:
+                action.help = argparse.SUPPRESS
+            elif action.dest in values_of_preset:
+                value = values_of_preset[action.dest]
+                action.help = f"{action.help}" + ("" if value == () else f" [{shown(value)}]")
+        parser.print_help()
+        parser.exit()
+
+
+def base_config(name: str) -> RunConfig:
+    """Return the configuration of a preset, or of a run directory (such as an imported model, to fine-tune it)."""
+    from txl.presets import preset, presets
+
+    if name in presets() or not (Path(name) / "config.json").is_file():
+        if name not in presets() and Path(name).is_file():
+            raise UserError(f"{name} is a file, not a preset; give a text with --data.corpus {shlex.quote(name)}")
+        if os.sep in name:
+            raise UserError(f"{name} is neither a preset nor a run directory (it has no config.json)")
+        return preset(name)
+    from txl.runs.directory import RunDirectory
+
+    config = RunDirectory(name).config()
+    config.train.planned_minutes = None  # planned for that run's text and steps
+    return config
+
+
+def config_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the given options of `add_config_options`: text by dotted field name."""
+    return {name: value for name, value in vars(arguments).items() if "." in name}
+
+
+def data_config(arguments: argparse.Namespace, base: DataConfig) -> DataConfig:
+    """Return the corpus configuration `base` with the given ``--data.*`` options set, and with absolute paths."""
+    from txl.data.corpora import with_absolute_paths
+
+    return with_absolute_paths(with_options(RunConfig(data=base), config_options(arguments)).data)
