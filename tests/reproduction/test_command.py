@@ -99,12 +99,12 @@ def test_the_page_of_what_is_finished(quick, story, tmp_path, data_dir, capsys, 
 
 
 def test_a_row_that_fails_gives_exit_code_1(quick, story, tmp_path, data_dir, capsys, monkeypatch):
-    import txl.reproduction.experiment as experiment
+    from txl.reproduction import one_row
 
     def broken(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(experiment, "measure", broken)
+    monkeypatch.setattr(one_row, "measure", broken)
     words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(tmp_path / "out"), "--seeds", "1"]
     assert main([*words, "--quiet", "--data-dir", str(data_dir)]) == 1
     (line,) = [line for line in lines(capsys.readouterr().err) if "rows failed" in line]

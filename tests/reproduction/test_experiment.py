@@ -20,6 +20,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.evaluation.effective_context import spread_targets
 from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
+from txl.reproduction import one_row
 from txl.reproduction.catalogue import definitions
 from txl.reproduction.experiment import Experiment
 from txl.reproduction.measuring import loss_at
@@ -165,13 +166,13 @@ def test_what_is_finished_is_not_done_again_and_more_seeds_are_added(micro, word
     first = experiment("table7", micro, words, out, data_dir, seeds=1, rows=rows).run()
     before = files(out)
     trained = []
-    real = experiment_module.Trainer
+    real = one_row.Trainer
 
     def counting(run, directory, **settings):
         trained.append(directory.name)
         return real(run, directory, **settings)
 
-    monkeypatch.setattr(experiment_module, "Trainer", counting)
+    monkeypatch.setattr(one_row, "Trainer", counting)
     again = experiment("table7", micro, words, out, data_dir, seeds=2, rows=rows).run()
     assert trained == ["xl-seed2"]
     assert {path: stamp for path, stamp in files(out).items() if path in before} == before
@@ -238,14 +239,14 @@ def test_a_corpus_too_short_for_the_contexts_is_refused_before_training(micro, w
 
 
 def test_a_group_that_lacks_a_model_has_no_effective_context(micro, words, tmp_path, data_dir, monkeypatch):
-    real = experiment_module.measure
+    real = one_row.measure
 
     def failing(kind, model, run, *rest):
         if "no-recurrence" in run.name:
             raise RuntimeError("no")
         return real(kind, model, run, *rest)
 
-    monkeypatch.setattr(experiment_module, "measure", failing)
+    monkeypatch.setattr(one_row, "measure", failing)
     it = experiment("table8", micro, words, tmp_path / "out", data_dir, seeds=1)
     outcome = gathered(it, it.run())
     assert "r = 0.1" in outcome.values["xl-151M"]
@@ -262,7 +263,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(micro, words, tmp_
 
 
 def test_a_row_that_fails_is_reported_and_the_others_run(micro, words, tmp_path, data_dir, monkeypatch):
-    real = experiment_module.Trainer
+    real = one_row.Trainer
 
     class Failing(real):
         def fit(self):
@@ -272,7 +273,7 @@ def test_a_row_that_fails_is_reported_and_the_others_run(micro, words, tmp_path,
 
     rows = tuple(definitions()["table7"].row(key) for key in ("no-recurrence", "xl"))
     it = experiment("table7", micro, words, tmp_path / "out", data_dir, rows=rows)
-    monkeypatch.setattr(experiment_module, "Trainer", Failing)
+    monkeypatch.setattr(one_row, "Trainer", Failing)
     outcome = gathered(it, it.run())
     assert [(each.row.key, each.reason) for each in outcome.failed] == [("no-recurrence", "seed 1: the sky fell")]
     assert len(outcome.values["xl"]["quality"]) == 2

@@ -11,6 +11,7 @@ from tests.reproduction.conftest import experiment, files, gathered
 import txl.reproduction.experiment as experiment_module
 from txl.config import DataConfig
 from txl.errors import UserError
+from txl.reproduction import one_row
 from txl.reproduction.catalogue import definitions
 
 
@@ -73,7 +74,7 @@ def test_a_cache_waits_for_a_finished_model(micro, words, tmp_path, data_dir, mo
 
     rows = tuple(definitions()["table1"].row(key) for key in ("lstm", "xl-standard", "lstm-cache"))
     it = experiment("table1", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
-    monkeypatch.setattr(experiment_module, "measure", broken)
+    monkeypatch.setattr(one_row, "measure", broken)
     failed = {each.row.key: each.reason for each in gathered(it, it.run()).failed}
     assert failed["lstm-cache"] == "seed 1: lstm has no finished model of this seed, which the cache needs"
     monkeypatch.undo()

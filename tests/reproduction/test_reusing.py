@@ -8,7 +8,7 @@ import json
 import pytest
 from tests.reproduction.conftest import experiment, files
 
-import txl.reproduction.experiment as module
+import txl.reproduction.one_row as module
 from txl.errors import UserError
 from txl.reproduction.catalogue import definitions
 from txl.reproduction.converging import UntilConverged
@@ -39,7 +39,7 @@ def table6(micro, words, tmp_path, data_dir, *keys, **options):
 def trained(monkeypatch):
     """Return a list that collects the names of runs that train at least one step."""
     made = []
-    real = module.Experiment._fit
+    real = module.RowMaker.fit
 
     def fit(self, run, directory):
         before = RunDirectory(directory).newest()
@@ -47,7 +47,7 @@ def trained(monkeypatch):
         made.extend([run.name] if RunDirectory(directory).newest() != before else [])
         return outcome
 
-    monkeypatch.setattr(module.Experiment, "_fit", fit)
+    monkeypatch.setattr(module.RowMaker, "fit", fit)
     return made
 
 

@@ -15,6 +15,7 @@ from txl.reproduction.catalogue import definitions
 from txl.reproduction.configuring import configure
 from txl.reproduction.converging import UntilConverged, recipe_of
 from txl.reproduction.folder import Busy
+from txl.reproduction.one_row import RowMaker
 
 
 def starts(run):
@@ -32,8 +33,8 @@ def test_what_another_process_works_on_comes_last(it, monkeypatch):
     other, done = it._folder.working_on("xl-seed1"), []
     other.__enter__()
     monkeypatch.setattr(module.time, "sleep", lambda _: other.__exit__(None, None, None))  # ends without a result
-    real = module.Experiment._fit
-    monkeypatch.setattr(module.Experiment, "_fit", lambda self, run, at: done.append(at.name) or real(self, run, at))
+    real = RowMaker.fit
+    monkeypatch.setattr(RowMaker, "fit", lambda self, run, at: done.append(at.name) or real(self, run, at))
     rows = it.run()
     assert done == ["no-recurrence-seed1", "xl-seed1"]
     assert [set(row.by_seed) for row in rows] == [{1}, {1}]
@@ -97,7 +98,7 @@ def test_a_row_that_failed_here_is_taken_from_the_process_that_finished_it(it, m
             path.write_text(text)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(module.Experiment, "_fit", fail)
+    monkeypatch.setattr(RowMaker, "fit", fail)
     again = it.run()
     assert [(row.status, row.reason) for row in again] == [("done", "")] * 2
     assert [row.by_seed for row in again] == [row.by_seed for row in rows]

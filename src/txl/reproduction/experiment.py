@@ -18,11 +18,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,33 +30,28 @@ from typing import Literal
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
-from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
-from txl.evaluation.cache_tuning import measure_cache
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.reproduction.checking import check_groups, check_measured, check_stored
 from txl.reproduction.configuring import NotTrained, configure
-from txl.reproduction.converging import Tried, Tuned, UntilConverged, at_rate, recipe_of, tune, whole_run
 from txl.reproduction.folder import Busy, Folder, stored_json
 from txl.reproduction.measuring import (
     is_finite,
     least_tokens,
-    measure,
-    measure_cost,
     measure_speed,
 )
-from txl.reproduction.products import least_tokens_of, make_product
+from txl.reproduction.one_row import RowMaker, begins
+from txl.reproduction.products import least_tokens_of
 from txl.reproduction.recorded import recorded_results, result_path, take
-from txl.reproduction.reusing import check_source, take_rate, take_run
+from txl.reproduction.reusing import check_source
 from txl.reproduction.scales import Scale
 from txl.reproduction.schema import Definition, Row
 from txl.reproduction.sentences import shuffled_sentences
-from txl.runs.directory import RunDirectory, of_today
+from txl.runs.directory import of_today
 from txl.runs.environment import describe_hardware, describe_software
 from txl.training.budget import longest_segment, peak_bytes
-from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
-from txl.units import quality
 
 _REMEDY = "give another --out, or delete it to measure its model again (and its run, to train anew)"
 """Advice on a stored result that does not fit."""
@@ -154,7 +148,20 @@ class Experiment:
             take(found, self.out, self.definition)
         self._refuse_what_cannot_be(rows, corpus)
         peer = next((each.config for each in rows if each.row.key == self.definition.cost_beside), None)
-        return self._over_seeds(rows, lambda result, seed: self._train_and_measure(result, seed, corpus, peer, folders))
+        make = RowMaker(
+            self.definition,
+            self.scale,
+            self._folder,
+            corpus,
+            peer,
+            folders,
+            self.seeds,
+            self.device,
+            self.data_dir,
+            self.quiet,
+            self._say,
+        )
+        return self._over_seeds(rows, lambda result, seed: make(result.row, result.config, seed))
 
     def _sources(self) -> tuple[list[Path], list[Path]]:
         """Return the paths of `reuse`: folders to copy models from, and records to take results from."""
@@ -191,9 +198,7 @@ class Experiment:
                 check_groups(self.out, self.definition, seed)
 
     def _result_path(self, key: str, seed: int) -> Path:
-        # Each product has its own results; tables of one experiment share results.
-        product = self.definition.product
-        return result_path(self.out, key if product is None else f"{product}/{key}", seed)
+        return result_path(self.out, self.definition.stored_as(key), seed)
 
     def _stored(self, result: RowResult, seed: int) -> JsonObject | None:
         """Return the stored result of a row; None if there is none, or if files that it names are gone."""
@@ -313,124 +318,8 @@ class Experiment:
         write_whole(path, json.dumps(measured) + "\n")
 
     def _time(self, result: RowResult, seed: int) -> JsonObject:
-        self._begin(result.row, seed)
+        self._say(begins(result.row, seed, self.seeds))
         return measure_speed(result.row, self.scale, self.device)
-
-    def _train_and_measure(
-        self, result: RowResult, seed: int, corpus: Corpus, peer: JsonObject | None, folders: Sequence[Path]
-    ) -> JsonObject:
-        if result.row.cache_over is not None:
-            return self._with_cache(result.row, seed, corpus)
-        assert result.config is not None
-        run = RunConfig.from_dict(result.config)
-        found: JsonObject = {}
-        whole: Path | None = None
-        if (rules := self.scale.until_converged) is not None:
-            run.train.seed = 1
-            tuned = self._tuned(result.row, run, rules, corpus, folders)
-            run, found["rates"] = at_rate(run, tuned["factor"]), tuned
-            whole = whole_run(self.out / "rates", tuned["recipe"], result.row.key, run)
-        run.train.seed = seed
-        self._begin(result.row, seed)
-        directory = self.out / "runs" / f"{result.row.key}-seed{seed}"
-        if whole is not None and seed == 1 and whole.exists() and not directory.exists():
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(whole, directory)
-        self._reuse(result.row, run, corpus, directory, folders)
-        outcome = self._fit(run, directory)  # a finished run is not trained again
-        found |= {"config": run.to_dict(), "tokens": outcome["tokens"], "training_seconds": outcome["seconds"]}
-        found["steps"] = outcome["step"]
-        model, vocabulary = RunDirectory(directory).load(device=self.device)
-        found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
-        if self.definition.product is not None:
-            assert vocabulary is not None  # every run that is trained here has a vocabulary
-            self._say(f"making {self.definition.product}")
-            paths = make_product(
-                self.definition.product,
-                model,
-                vocabulary,
-                run,
-                corpus,
-                self.scale,
-                directory,
-                RunDirectory(directory).checkpoint().name,
-                self.out / "made" / self.definition.product / f"seed{seed}",
-            )
-            return found | {"files": sorted(str(path.relative_to(self.out)) for path in paths)}
-        began = time.perf_counter()
-        measured = measure(self.definition.kind, model, run, corpus, self.scale, self._say)
-        if peer is not None:
-            self._say(f"time and memory, beside {self.definition.cost_beside}")
-            size = len(corpus.vocabulary)
-            measured |= measure_cost(run, RunConfig.from_dict(peer), size, 3 * self.scale.speed_steps, self.device)
-        return found | measured | {"measuring_seconds": time.perf_counter() - began}
-
-    def _tuned(self, row: Row, run: RunConfig, rules: UntilConverged, corpus: Corpus, folders: Sequence[Path]) -> Tuned:
-        """Return the learning rate of a row's recipe: of this folder, of another table's folder, or tuned now."""
-
-        def try_rate(run: RunConfig, directory: Path) -> Tried:
-            self._reuse(row, run, corpus, directory, folders)
-            return self._try_rate(run, directory)
-
-        with self._folder.working_on(f"rates-{recipe_of(run)}"):
-            for folder in folders:
-                take_rate(folder, recipe_of(run), self.out / "rates", self.scale)
-            return tune(self.definition.name, row.key, run, rules, self.out / "rates", try_rate)
-
-    def _reuse(self, row: Row, run: RunConfig, corpus: Corpus, directory: Path, folders: Sequence[Path]) -> None:
-        """Copy a finished run of this configuration from another table's folder, if one has it."""
-        for folder in folders:
-            taken = take_run(folder, run, corpus.info()["identity"], directory)
-            if taken is not None:
-                self._say(f"{row.key}: the same model is in {taken}")
-
-    def _fit(self, run: RunConfig, directory: Path) -> JsonObject:
-        return Trainer(run, directory, device=self.device, data_dir=self.data_dir, quiet=self.quiet).fit()
-
-    def _try_rate(self, run: RunConfig, directory: Path) -> Tried:
-        """Train a run that tries a learning rate, and return its loss (None if training diverged) and cost."""
-        self._say(f"{run.name}: {run.train.steps:,} steps at learning rate {run.train.learning_rate:g}")
-        tried = Tried(factor=1.0, learning_rate=run.train.learning_rate, nll=None, tokens=0, seconds=0.0)
-        try:
-            outcome = self._fit(run, directory)
-        except TrainingDiverged:
-            return tried
-        tried.update(nll=outcome["best_nll"], tokens=outcome["tokens"], seconds=outcome["seconds"])
-        return tried
-
-    def _with_cache(self, row: Row, seed: int, corpus: Corpus) -> JsonObject:
-        """Measure a continuous cache around another row's model, tuned on the validation split."""
-        assert row.cache_over is not None
-        base = self.definition.row(row.cache_over)
-        directory = self.out / "runs" / f"{base.key}-seed{seed}"
-        if not self._result_path(base.key, seed).exists():  # a failed run has checkpoints but no result
-            raise UserError(f"{base.key} has no finished model of this seed, which the cache needs")
-        self._begin(row, seed)
-        model, _ = RunDirectory(directory).load(device=self.device)
-        run = RunDirectory(directory).config()
-        self._say(f"tuning a continuous cache over {base.key}")
-        found = measure_cache(
-            model,
-            corpus.tokens("valid"),
-            corpus.tokens("test"),
-            segment=run.eval.segment,
-            temperature=run.eval.temperature,
-            **run.eval.lengths.options(),
-            batch_size=1,  # the cache of a lane holds no tokens of other lanes
-            max_tokens=self.scale.eval_tokens,
-        )
-        run.name = f"{self.definition.experiment_name}-{row.key}"  # the name in this row's own configuration
-        trained = stored_json(self._result_path(base.key, seed))
-        return {name: trained[name] for name in ("rates", "steps") if name in trained} | {
-            "quality": quality(found.with_cache.nll, corpus.unit),
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "config": run.to_dict(),
-            "cache": {
-                "tuning": dataclasses.asdict(found.tuning) | {"split": "valid", "at_edge": found.tuning.at_edge},
-                "without": found.without.to_dict(),
-                "with": found.with_cache.to_dict(),
-            },
-        }
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
         """Return a row with its configuration, or with the reason why it is not trained."""
@@ -483,10 +372,6 @@ class Experiment:
         data = RunConfig(data=self.data).to_dict()["data"]
         about = {"experiment": self.definition.experiment_name, "scale": self.scale.to_dict(), "data": data}
         return Folder(self.out, about)
-
-    def _begin(self, row: Row, seed: int) -> None:
-        """Print which row and seed begin; called after all locks are taken."""
-        self._say(f"{row.key}, seed {seed} of {self.seeds}")
 
     def _say(self, text: str) -> None:
         if not self.quiet:

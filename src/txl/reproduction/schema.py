@@ -163,6 +163,10 @@ class Definition:
         """Name of the experiment, to which runs and results belong."""
         return self.experiment or self.name
 
+    def stored_as(self, key: str) -> str:
+        """Return the name of a row's results: each product has its own, tables of one experiment share theirs."""
+        return key if self.product is None else f"{self.product}/{key}"
+
     def row(self, key: str) -> Row:
         """Return the row with a key."""
         return next(row for row in self.rows if row.key == key)
