@@ -1,4 +1,4 @@
-"""What the arguments of a command name: devices, runs, corpora, lengths and output files, checked before slow work."""
+"""Devices, runs, corpora, lengths and output files that the arguments of a command name, checked before slow work."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ class ModelConfig(ABC):
 
     @property
     def first_weights(self) -> str:
-        """The distribution of the initial weights: "normal" or "xavier"."""
+        """The initial weights: "normal", "xavier" or "induction"."""
         return "normal"
 
     def weight_settings(self) -> FieldValues:
@@ -333,8 +333,10 @@ class TransformerConfig(ModelConfig):
     dropout_inner: float | None = rate(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
     pre_norm: bool = shaping(False, "LayerNorm before each sub-layer instead of after it")
     layer_norm_eps: float = shaping(1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", at_least=0)
-    init: Literal["normal", "xavier"] = setting(
-        "normal", "initial weights. normal: as in the authors' code; xavier: as in Baevski and Auli's code"
+    init: Literal["normal", "xavier", "induction"] = setting(
+        "normal",
+        "initial weights. normal: as in the authors' code; xavier: as in Baevski and Auli's code; induction: normal, "
+        "with two heads that copy from the start",
     )
 
     title: ClassVar[str] = "Transformers"

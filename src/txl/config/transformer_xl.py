@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
 from txl.config.sections import EvalConfig, Lengths, TrainConfig
-from txl.config.values import ANYTHING, FieldValues, setting
+from txl.config.values import ANYTHING, FieldValues, require, setting
 from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
@@ -86,6 +86,18 @@ class TransformerXLConfig(TransformerConfig):
         Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
         if self.qk_norm and self.encoding != "relative":
             raise UserError(f"model.qk_norm is true, but model.encoding is {self.encoding}; expected relative")
+        if self.init == "induction":
+            self._validate_induction()
+
+    def _validate_induction(self) -> None:
+        """Check what `models.induction` needs."""
+        other = "or model.init normal"
+        for name in ("pre_norm", "qk_norm", "untie_r"):
+            if not getattr(self, name):
+                raise UserError(f"model.init is induction, but model.{name} is false; expected true, {other}")
+        require(self.n_layer >= 2, "model.n_layer", self.n_layer, f"2 or more, {other}")
+        fits = self.d_head % 2 == 0 and 8 <= self.d_head <= self.d_model
+        require(fits, "model.d_head", self.d_head, f"an even number from 8 to model.d_model, {other}")
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count the Transformer's parameters, W_{k,R}, u, v and gains of `qk_norm`, or learned vectors of distances."""

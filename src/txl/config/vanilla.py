@@ -80,6 +80,7 @@ class VanillaConfig(TransformerConfig):
         super().validate()
         names = ("auto", "compiled")
         require(self.attention in names, "model.attention", self.attention, f"{' or '.join(names)} without memory")
+        require(self.init != "induction", "model.init", self.init, "normal or xavier without memory")
         if self.n_auxiliary and self.cutoffs:
             given = "model.layer_losses is true" if self.layer_losses else f"model.n_target is {self.n_target}"
             raise UserError(

@@ -28,6 +28,7 @@ from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import read_token
 from txl.models.costs import LayerCosts, transformer_costs
 from txl.models.family import FamilyModel, check_targets
+from txl.models.induction import init_induction
 from txl.models.language_model import EVERY_TARGET, Objective
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.memory import Memory, ProjectedSegment, Projections
@@ -224,6 +225,13 @@ class TransformerXL(FamilyModel[Memory]):
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.dropout_r = self._dropout(config.dropout_r)
         self._finish()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """See `FamilyModel.init_weights`; then `init_induction`, if the configuration says so."""
+        super().init_weights()
+        if self.config.init == "induction":
+            init_induction(self)
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
         """Return `transformer_costs`, where a window limits the positions of memory."""

@@ -226,9 +226,9 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
     """Return a copy of `base` with a shape, a number of lanes and the user's options."""
     layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
     run = RunConfig.from_dict(base.to_dict())
-    run.model = replace(
-        run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
-    )
+    shape = {"n_layer": layers, "d_model": width, "n_head": max(1, width // 32), "d_head": 32, "d_inner": 3 * width}
+    copies = layers >= 2 and width >= shape["d_head"]  # a user's shape may be smaller
+    run.model = replace(run.model, **shape, init="induction" if copies else "normal")
     run.train.batch_size = lanes
     return with_options(run, given)
 
