@@ -13,16 +13,15 @@ Shapes: E width of the model, D width of a head, K distances.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from txl.attention.equations import sinusoid
-
-if TYPE_CHECKING:
-    from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
+from txl.config import TransformerXLConfig
+from txl.models.layers import HeadNorm, Linear
 
 _DISTANCES, _PENALTY, _STEPS = 1024, 1e-3, 12
 """Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed."""
@@ -53,17 +52,29 @@ def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
     return bias
 
 
+class AttentionWeights(Protocol):
+    """Weights of a layer's relative attention, with a `v` of its own."""
+
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    r_proj: Linear
+    o_proj: Linear
+    v: nn.Parameter
+    q_norm: HeadNorm | None
+
+
 @torch.no_grad()
-def init_induction(model: TransformerXL) -> None:
-    """Give head 0 of the first two layers the weights of an induction circuit; the others keep theirs.
+def init_induction(config: TransformerXLConfig, previous: AttentionWeights, induction: AttentionWeights) -> None:
+    """Give head 0 of two layers the weights of an induction circuit; all other weights stay as they were drawn.
 
     Args:
-        model: model with weights that are drawn already; `TransformerXLConfig.validate` has checked its configuration.
+        config: configuration of the model, checked by its `validate`.
+        previous: attention of the first layer, whose head attends to the previous token.
+        induction: attention of the second layer.
     """
-    config = model.config
     width, own = config.d_head, slice(config.d_head)
     scale = config.init_std * config.d_model**0.5  # deviation of the scaled embeddings; norm of a matrix's random row
-    previous, induction = (cast("TransformerXLLayer", layer).attention for layer in list(model.layers)[:2])
 
     # The highest frequencies tell near distances apart. A sine and its cosine keep the norm of all rows equal.
     half = width // 2
