@@ -236,3 +236,11 @@ def test_facts_of_a_text(tmp_path: Path):
     assert once.bytes == pytest.approx(0.9 * len(text.encode()), abs=4)
     assert often.compressed_bytes < 1.2 * once.compressed_bytes, "repetition is found far behind"
     assert [binary.is_text, once.is_text] == [False, True]
+
+
+def test_a_model_begins_with_heads_that_copy_where_the_options_allow_it():
+    assert _choice(2_000_000, 2).run.model.init == "induction"
+    for options in ({"model__n_layer": "1"}, {"model__pre_norm": "false"}, {"model__init": "xavier"}):
+        chosen = _choice(2_000_000, 2, **options).run
+        validate(chosen)
+        assert chosen.model.init == options.get("model__init", "normal")

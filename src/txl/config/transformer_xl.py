@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
 from txl.config.sections import EvalConfig, Lengths, TrainConfig
-from txl.config.values import ANYTHING, FieldValues, require, setting
+from txl.config.values import ANYTHING, FieldValues, setting
 from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"
@@ -86,18 +86,19 @@ class TransformerXLConfig(TransformerConfig):
         Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
         if self.qk_norm and self.encoding != "relative":
             raise UserError(f"model.qk_norm is true, but model.encoding is {self.encoding}; expected relative")
-        if self.init == "induction":
-            self._validate_induction()
+        if self.init == "induction" and (obstacle := self.induction_obstacle()) is not None:
+            raise UserError(f"model.init is induction, but {obstacle}, or model.init normal")
 
-    def _validate_induction(self) -> None:
-        """Check what `models.induction` needs."""
-        other = "or model.init normal"
+    def induction_obstacle(self) -> str | None:
+        """Return why `model.init induction` is impossible, and what it needs; None if it is possible."""
         for name in ("pre_norm", "qk_norm", "untie_r"):
             if not getattr(self, name):
-                raise UserError(f"model.init is induction, but model.{name} is false; expected true, {other}")
-        require(self.n_layer >= 2, "model.n_layer", self.n_layer, f"2 or more, {other}")
-        fits = self.d_head % 2 == 0 and 8 <= self.d_head <= self.d_model
-        require(fits, "model.d_head", self.d_head, f"an even number from 8 to model.d_model, {other}")
+                return f"model.{name} is false; expected true"
+        if self.n_layer < 2:
+            return f"model.n_layer is {self.n_layer}; expected 2 or more"
+        if self.d_head % 2 or not 8 <= self.d_head <= self.d_model:
+            return f"model.d_head is {self.d_head}; expected an even number from 8 to model.d_model"
+        return None
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count the Transformer's parameters, W_{k,R}, u, v and gains of `qk_norm`, or learned vectors of distances."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from txl.config import DataConfig, RunConfig, validate, with_options
+from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
 from txl.data.facts import TextFacts
 from txl.errors import UserError
 from txl.presets.small import stdlib_bpe
@@ -124,6 +124,7 @@ def base_run(minutes: float, bfloat16: bool) -> RunConfig:
     """
     run = stdlib_bpe()
     run.name = run_name(minutes)
+    run.model = replace(run.model, init="normal")  # `configured` knows whether it can be induction
     run.train.dtype = "bfloat16" if bfloat16 else "float32"
     return run
 
@@ -226,11 +227,15 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
     """Return a copy of `base` with a shape, a number of lanes and the user's options."""
     layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
     run = RunConfig.from_dict(base.to_dict())
-    shape = {"n_layer": layers, "d_model": width, "n_head": max(1, width // 32), "d_head": 32, "d_inner": 3 * width}
-    copies = layers >= 2 and width >= shape["d_head"]  # a user's shape may be smaller
-    run.model = replace(run.model, **shape, init="induction" if copies else "normal")
+    run.model = replace(
+        run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
+    )
     run.train.batch_size = lanes
-    return with_options(run, given)
+    run = with_options(run, given)
+    model = run.model
+    if "model.init" not in given and isinstance(model, TransformerXLConfig) and model.induction_obstacle() is None:
+        run.model = replace(model, init="induction")
+    return run
 
 
 def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
