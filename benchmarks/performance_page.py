@@ -50,7 +50,7 @@ class Section:
 
 BEFORE_COMPILED = "Measured before attention without gradients was compiled."
 BEFORE_COMPILED_TRAINING = "Measured before attention in training was compiled."
-BEFORE_QK_NORM = "Measured before `stdlib-bpe` had `qk_norm` and `untie_r`."
+BEFORE_QK_NORM = "Measured before `stdlib-bpe` had `qk_norm`."
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -315,7 +315,7 @@ SECTIONS = (
         "python -m benchmarks.quality results/quality.json",
         quality,
         ("quality",),
-        "Measured before the recipe had `model.init induction`; `stdlib` also before it had `qk_norm`.",
+        "`stdlib` was measured before `stdlib-bpe` had `qk_norm`.",
     ),
     Section("Compared with Hugging Face's Transformer-XL", "bench-peers", "make bench-peers", peers),
     Section(

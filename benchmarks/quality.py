@@ -67,12 +67,10 @@ def recipes() -> list[Recipe]:
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
     norms = ("model.pre_norm", "model.qk_norm")
     plain = dict.fromkeys(norms, "false") | {"train.reset_memory": "0"}
-    plain |= {"model.init": "normal", "model.untie_r": "false"}
     authors = {"train.optimizer": "adam", "train.schedule": "cosine", "train.clip": "0.25", "train.dtype": "float32"}
     authors |= {"train.beta2": "0.999", "model.attention": "shifted"} | plain
     adam = {"train.optimizer": "adam"} | plain  # the authors' recipe except arithmetic and schedule
     muon = {"train.optimizer": "muon", "train.reset_memory": "0.05"} | dict.fromkeys(norms, "true")
-    muon |= {"model.init": "induction", "model.untie_r": "true"}
     return [
         Recipe("authors", authors, (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), 0.0, 0.25, is_authors=True),
         Recipe("adam", fast | adam, (1e-3, 2e-3, 3e-3, 4e-3, 6e-3), 0.04, 0.1),

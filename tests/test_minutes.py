@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ MINUTES = (2, 10, 30, 120, 360)
 def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> StepTimes:
     """Return the step times of a machine with `rate` operations a second, half as many in training with dropout."""
     assert isinstance(run.model, TransformerXLConfig)
-    tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
+    tokens, weights = run.train.batch_size * run.train.segment, _weights(run, 2048)
     slower = 2 if run.model.dropout else 1
     return StepTimes(overhead + slower * 6 * weights * tokens / rate, 2 * weights / rate)
 
@@ -53,8 +53,10 @@ def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0,
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
 
 
-def _weights(run: RunConfig) -> int:
-    return run.model.parameter_count(0)
+def _weights(run: RunConfig, vocab_size: int = 0) -> int:
+    """Return the number of parameters with one pair of biases u and v; a pair for each layer takes no more time."""
+    assert isinstance(run.model, TransformerXLConfig)
+    return replace(run.model, untie_r=False).parameter_count(vocab_size)
 
 
 @pytest.mark.parametrize(("size", "minutes"), itertools.product(SIZES, MINUTES))
@@ -238,9 +240,14 @@ def test_facts_of_a_text(tmp_path: Path):
     assert [binary.is_text, once.is_text] == [False, True]
 
 
-def test_a_model_begins_with_heads_that_copy_where_the_options_allow_it():
-    assert _choice(2_000_000, 2).run.model.init == "induction"
-    for options in ({"model__n_layer": "1"}, {"model__pre_norm": "false"}, {"model__init": "xavier"}):
+def test_a_short_run_begins_with_heads_that_copy_where_the_options_allow_it():
+    short, long = _choice(2_000_000, 2), _choice(2_000_000, 120)
+    assert short.run.train.steps < rule.MOST_COPYING < long.run.train.steps
+    assert (short.run.model.init, short.run.model.untie_r) == ("induction", True)
+    assert (long.run.model.init, long.run.model.untie_r) == ("normal", False)
+    refused = ({"model__n_layer": "1"}, {"model__pre_norm": "false"}, {"model__untie_r": "false"})
+    for options in (*refused, {"model__init": "xavier"}):
         chosen = _choice(2_000_000, 2, **options).run
         validate(chosen)
         assert chosen.model.init == options.get("model__init", "normal")
+        assert not chosen.model.untie_r

@@ -203,7 +203,7 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_timed_is_what_is_trained(dtype: str):
-    run = with_options(stdlib_bpe(), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "2"})
+    run = with_options(stdlib_bpe(), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "1"})
     model, _ = training_workload(run, 64, "cpu")
     assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
     run.model.attention = "compiled"
@@ -214,7 +214,7 @@ def test_what_is_timed_is_what_is_trained(dtype: str):
 
 def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(workloads, "compile_layers", lambda *_: "no compiler")
-    run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "2"})
+    run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "1"})
     training_workload(run, 64, "cpu", must_compile=False)
     with pytest.raises(UserError, match="no working compiler here"):
         training_workload(run, 64, "cpu")
@@ -284,7 +284,7 @@ def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(
 
 def test_without_evaluations_none_is_timed(text: Path):
     given = {"data.corpus": str(text), "data.unit": "byte", "train.eval_every": "0", "train.eval_batch_size": "9000"}
-    run = with_options(stdlib_bpe(), given | {"model.n_layer": "2", "train.batch_size": "2"})
+    run = with_options(stdlib_bpe(), given | {"model.n_layer": "1", "train.batch_size": "2"})
     corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
     assert measuring.measured_speed(run, corpus, "cpu", 1.0).evaluated_token == math.inf
     facts = TokenizedText(TextFacts(60_000, 20_000, 60), 60_000, 3000, 256)
@@ -325,7 +325,7 @@ def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, m
         return real(*given)
 
     monkeypatch.setattr(workloads, "training_step", watched)
-    run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "2"})
+    run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
     training_workload(run, 64, "cpu")[1]()
     assert precisions == ["high" if tf32 else "highest"]
 

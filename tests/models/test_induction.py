@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-import txl
 from txl.attention.equations import sinusoid
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
@@ -116,7 +115,3 @@ def test_what_the_heads_need_is_said(changes, message):
 def test_a_model_without_memory_has_no_such_heads():
     with pytest.raises(UserError, match="model.init is induction; expected normal or xavier without memory"):
         VanillaConfig(init="induction").validate()
-
-
-def test_the_recipe_for_short_runs_has_them():
-    assert txl.preset("stdlib-bpe").model.init == "induction"

@@ -120,7 +120,7 @@ def run_in_minutes(
 
 def _check_options(base: RunConfig, given: dict[str, str], device: str) -> None:
     """Refuse options that break a rule for every choice of steps and learning rate, or that the device lacks."""
-    run = RunConfig.from_dict(base.to_dict())
+    run = configured(base, *SHAPES[0], BATCHES[0], {})
     run.train.steps, run.train.learning_rate = 10**9, 1.0
     run = with_options(run, given)
     validate(run)

@@ -9,10 +9,10 @@ from txl.presets.published import WT103_CUTOFFS
 
 
 def stdlib_bpe() -> RunConfig:
-    """Return the configuration of the demo: BPE tokens, norms, weights that can copy, Muon, and a linear schedule."""
+    """Return the configuration of the demo: BPE tokens, `pre_norm`, `qk_norm`, Muon, and a linear schedule."""
     run = stdlib_tiny()
     run.name = "stdlib-bpe"
-    run.model = replace(run.model, attention="fastest", pre_norm=True, qk_norm=True, untie_r=True, init="induction")
+    run.model = replace(run.model, attention="fastest", pre_norm=True, qk_norm=True)
     run.data = DataConfig(corpus="stdlib", unit="bpe", vocab_size=2048)
     run.train = TrainConfig(
         steps=2400,
