@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import get_args
@@ -273,6 +274,8 @@ def test_another_backend_is_the_last_remedy_of_a_refusal(why, message):
     refusal = AttentionRefused("compiled", why, "auto")
     assert str(refusal) == f"model.attention compiled {message}"
     assert refusal.reason == f"model.attention compiled {why}"
+    again = pickle.loads(pickle.dumps(refusal))
+    assert (str(again), again.reason) == (str(refusal), refusal.reason)
 
 
 def test_the_documentation_says_what_the_declarations_say():

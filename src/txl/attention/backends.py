@@ -264,8 +264,8 @@ FASTEST_ON: dict[tuple[str, torch.dtype], str] = {
     ("NVIDIA H200", torch.bfloat16): "triton",
     ("NVIDIA H200", torch.float32): "shifted",
 }
-"""Fastest backend in a recorded measurement of training, by CUDA's name of the GPU and the dtype of the matrix products
-(results/gpu-nvidia-h200.json). `auto` takes it too."""
+"""Fastest backend in a recorded measurement of captured training steps, by CUDA's name of the GPU and the dtype of the
+matrix products (results/gpu-nvidia-h200.json). `auto` takes it too."""
 
 
 def _gpu(device: str | None) -> str | None:

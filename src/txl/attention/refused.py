@@ -15,6 +15,11 @@ class AttentionRefused(UserError):
     """
 
     def __init__(self, backend: str, why: str, instead: str = "shifted"):
+        self._arguments = backend, why, instead
         self.reason = f"model.attention {backend} {why}"
         """The message without the last remedy, for callers that take the other backend themselves."""
         super().__init__(f"{self.reason}{', or' if ';' in why else ';'} use --model.attention {instead}")
+
+    def __reduce__(self) -> tuple[type[AttentionRefused], tuple[str, str, str]]:
+        """Return how pickle makes the error again in another process."""
+        return type(self), self._arguments

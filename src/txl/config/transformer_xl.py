@@ -96,8 +96,19 @@ class TransformerXLConfig(TransformerConfig):
                 return f"model.{name} is false; expected true"
         if self.n_layer < 2:
             return f"model.n_layer is {self.n_layer}; expected 2 or more"
-        if self.d_head % 2 or not 8 <= self.d_head <= self.d_model:
-            return f"model.d_head is {self.d_head}; expected an even number from 8 to model.d_model"
+        if self.d_head % 2 or not 16 <= self.d_head <= self.d_model:
+            return f"model.d_head is {self.d_head}; expected an even number from 16 to model.d_model"
+        if not self.tie_embeddings:
+            return "model.tie_embeddings is false; expected true"
+        if self.d_embed not in (None, self.d_model):
+            return f"model.d_embed is {self.d_embed}; expected model.d_model"
+        for name in ("div_val", "n_softmax"):
+            if getattr(self, name) != 1:
+                return f"model.{name} is {getattr(self, name)}; expected 1"
+        for name in ("window", "clamp_len"):
+            value = getattr(self, name)
+            if value is not None and value < 16:
+                return f"model.{name} is {value}; expected 16 or more"
         return None
 
     def _layer_parameters(self, vocab_size: int) -> int:

@@ -4,7 +4,8 @@ A Transformer learns to copy, from "A B ... A" to "B", when two heads come to wo
 "In-context Learning and Induction Heads"): one attends to the previous token, and one in a later layer finds the
 position that follows an earlier occurrence of the current token. From random weights this takes most of a short run,
 and how long depends on the seed. Here head 0 of the first two layers has these functions from the start; all weights
-are trained as usual.
+are trained as usual. The embedding must be tied to the softmax directly, because what the second head writes is read
+there.
 
 The head for the previous token needs term (d) of the paper alone, v^T W_kR R_d, so that it does not depend on words.
 
@@ -66,7 +67,9 @@ class AttentionWeights(Protocol):
 
 @torch.no_grad()
 def init_induction(config: TransformerXLConfig, previous: AttentionWeights, induction: AttentionWeights) -> None:
-    """Give head 0 of two layers the weights of an induction circuit; all other weights stay as they were drawn.
+    """Give head 0 of two layers the weights of an induction circuit, and double the gain of the second layer's queries.
+
+    This gain belongs to all heads of the layer. All other weights stay as they were drawn.
 
     Args:
         config: configuration of the model, checked by its `validate`.

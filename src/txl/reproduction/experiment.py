@@ -153,13 +153,13 @@ class Experiment:
             self.scale,
             self._folder,
             corpus,
-            peer,
-            folders,
-            self.seeds,
-            self.device,
-            self.data_dir,
-            self.quiet,
-            self._say,
+            peer=peer,
+            sources=folders,
+            seeds=self.seeds,
+            device=self.device,
+            data_dir=self.data_dir,
+            quiet=self.quiet,
+            say=self._say,
         )
         return self._over_seeds(rows, lambda result, seed: make(result.row, result.config, seed))
 

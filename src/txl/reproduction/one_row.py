@@ -77,7 +77,7 @@ class RowMaker:
             run, found["rates"] = at_rate(run, tuned["factor"]), tuned
             whole = whole_run(self.folder.path / "rates", tuned["recipe"], row.key, run)
         run.train.seed = seed
-        self._begin(row, seed)
+        self.say(begins(row, seed, self.seeds))
         directory = self.folder.path / "runs" / f"{row.key}-seed{seed}"
         if whole is not None and seed == 1 and whole.exists() and not directory.exists():
             directory.parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class RowMaker:
         stored = result_path(self.folder.path, self.definition.stored_as(base.key), seed)
         if not stored.exists():  # a failed run has checkpoints but no result
             raise UserError(f"{base.key} has no finished model of this seed, which the cache needs")
-        self._begin(row, seed)
+        self.say(begins(row, seed, self.seeds))
         model, _ = RunDirectory(directory).load(device=self.device)
         run = RunDirectory(directory).config()
         self.say(f"tuning a continuous cache over {base.key}")
@@ -179,10 +179,6 @@ class RowMaker:
                 "with": found.with_cache.to_dict(),
             },
         }
-
-    def _begin(self, row: Row, seed: int) -> None:
-        """Print which row and seed begin; called after all locks are taken."""
-        self.say(begins(row, seed, self.seeds))
 
 
 def begins(row: Row, seed: int, seeds: int) -> str:
