@@ -182,6 +182,7 @@ _SERVES_ONE = {
     "benchmarking/__init__.py",  # Table 9 and the peers
     "generation/engine.py",
     "interop/export_run.py",
+    "presets/minutes.py",
 }
 _KNOWS_ONE = {
     "attention/backends.py",  # the encodings that a backend computes

@@ -334,7 +334,7 @@ def reasons(
         why = " (BPE would take too long to prepare)"
     model, train = run.model, run.train
     rate = f", dropout {model.dropout:g}" if model.dropout else ""
-    rate += ", heads that copy" if isinstance(model, TransformerXLConfig) and model.init == "induction" else ""
+    rate += ", heads that copy" if model.first_weights == "induction" else ""
     compared = "shape and batch were given"
     if choice.tried > 1:
         compared = f"lowest expected loss of {choice.tried} configurations timed"
