@@ -425,6 +425,9 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="check: these hand-made configurations, not all eight"
     )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="check: options of every hand-made configuration"
+    )
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
     parser.add_argument("--checks", nargs="+", type=Path, default=[], help="exponent: records of checks")
     given = parser.parse_args()
@@ -442,6 +445,10 @@ def main() -> None:
         if given.only:
             command += f" --only {' '.join(map(repr, given.only))}"
             configurations = {name: configurations[name] for name in given.only}
+        if given.set:
+            command += f" --set {' '.join(given.set)}"
+            common = dict(each.split("=") for each in given.set)
+            configurations = {name: common | own for name, own in configurations.items()}
         if given.what == "vocabulary":
             command += f" --sizes {' '.join(map(str, given.sizes))}"
             configurations = {

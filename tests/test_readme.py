@@ -15,7 +15,7 @@ import txl
 from tests.conftest import options_of, small_run
 from txl.benchmarking import minutes
 from txl.cli import build_parser, main
-from txl.commands.demo import MARK, arithmetic_of, steps_of_this_machine, steps_within, whole_lines
+from txl.commands.demo import MARK, arithmetic_of, copying_of, steps_of_this_machine, steps_within, whole_lines
 from txl.config import validate, with_options
 from txl.presets.minutes import StepTimes
 from txl.runs import environment
@@ -175,6 +175,26 @@ def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeyp
     (tmp_path / "demo").mkdir()
     RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
     assert steps_of_this_machine(tmp_path / "demo", config) == options  # nothing is timed: `seconds` is empty
+
+
+def test_a_short_demo_begins_with_heads_that_copy_and_a_run_keeps_its_first_weights(tmp_path):
+    def options(out: str, **changes: str) -> dict[str, str]:
+        given = {name.replace("__", "."): value for name, value in changes.items()}
+        return copying_of(tmp_path / out, with_options(txl.preset("stdlib-bpe"), given), given)
+
+    copying = {"model.init": "induction", "model.untie_r": "true"}
+    assert options("new", train__steps="2000") == copying
+    assert options("new", train__steps="2001") == {}
+    assert options("new", train__steps="900", model__init="xavier") == {}
+    assert options("new", train__steps="900", model__untie_r="false") == {}
+    vanilla = {"model__family": "vanilla", "model__encoding": "learned", "model__mem_len": "0"}
+    assert options("new", train__steps="900", model__qk_norm="false", **vanilla) == {}
+    short = with_options(txl.preset("stdlib-bpe"), {"train.steps": "900"})
+    for name, run, expected in (("before", short, {}), ("now", with_options(short, copying), copying)):
+        (tmp_path / name).mkdir()
+        RunDirectory(tmp_path / name).write_config(run)
+        assert options(name, train__steps="900") == expected
+    validate(with_options(short, copying))
 
 
 def _defined(path: Path) -> set[str]:

@@ -38,8 +38,9 @@ def add_parser(commands: Subparsers) -> None:
         example="txl demo",
         description="Train a small model on the Python standard library's own source files, measure it with and "
         "without memory, let it write, and make the report: about five minutes on two CPU cores, without a download. "
-        "Unless you give them or --preset, train.steps is lowered to what fits into five minutes (900 or more), and "
-        "train.dtype is bfloat16 where the machine multiplies it.",
+        "Unless you give them or --preset, train.steps is lowered to what fits into five minutes (900 or more), "
+        "train.dtype is bfloat16 where the machine multiplies it, and a run of at most 2,000 steps has model.init "
+        "induction.",
         add_help=False,
     )
     add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")
@@ -68,6 +69,9 @@ def run(arguments: argparse.Namespace) -> None:
     check_corpus(config.data.corpus)
     if arguments.preset == _PRESET and "train.steps" not in changes:
         changes |= steps_of_this_machine(Path(out), config)
+        config = with_options(config, changes)
+    if arguments.preset == _PRESET:
+        changes |= copying_of(Path(out), config, changes)
         config = with_options(config, changes)
     options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
@@ -133,6 +137,16 @@ def steps_within(seconds: float, step_seconds: float, most: int) -> int:
     """Return the number of training steps of a demo that takes `seconds`, in whole hundreds."""
     hundreds = int(((seconds - _FIXED) / step_seconds - _BESIDE) // 100)
     return min(most, max(_LEAST, 100 * hundreds))
+
+
+def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
+    """Return the options of heads that copy, if the run in `out` has such heads, or a new run is short."""
+    from txl.presets.minutes import with_copying
+    from txl.runs.directory import RunDirectory
+
+    trained = RunDirectory(out)
+    run = trained.config() if trained.config_path.exists() else with_copying(config, given)
+    return {"model.init": "induction", "model.untie_r": "true"} if run.model.first_weights == "induction" else {}
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:

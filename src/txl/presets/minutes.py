@@ -240,6 +240,8 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
 
 def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
     """Return a copy that begins with heads that copy if it is short, and the user's options allow it."""
+    if not isinstance(run.model, TransformerXLConfig):
+        return with_options(run, given)
     usual = with_options(replace(run, model=replace(run.model, untie_r=False, init="normal")), given)
     untied = with_options(replace(run, model=replace(run.model, untie_r=True, init="normal")), given).model
     assert isinstance(untied, TransformerXLConfig)
