@@ -36,7 +36,7 @@ MINUTES = (2, 10, 30, 120, 360)
 def _machine(run: RunConfig, rate: float = 4e10, overhead: float = 0.01) -> StepTimes:
     """Return the step times of a machine with `rate` operations a second, half as many in training with dropout."""
     assert isinstance(run.model, TransformerXLConfig)
-    tokens, weights = run.train.batch_size * run.train.segment, _weights(run, 2048)
+    tokens, weights = run.train.batch_size * run.train.segment, run.model.parameter_count(2048)
     slower = 2 if run.model.dropout else 1
     return StepTimes(overhead + slower * 6 * weights * tokens / rate, 2 * weights / rate)
 
@@ -54,10 +54,8 @@ def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0,
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
 
 
-def _weights(run: RunConfig, vocab_size: int = 0) -> int:
-    """Return the number of parameters with one pair of biases u and v; a pair for each layer takes no more time."""
-    assert isinstance(run.model, TransformerXLConfig)
-    return replace(run.model, untie_r=False).parameter_count(vocab_size)
+def _weights(run: RunConfig) -> int:
+    return run.model.parameter_count(0)
 
 
 @pytest.mark.parametrize(("size", "minutes"), itertools.product(SIZES, MINUTES))
@@ -246,11 +244,11 @@ def test_a_short_run_begins_with_heads_that_copy():
     for before in ("normal", "induction"):  # a run that is planned again may have become longer
         for steps, init in ((rule.MOST_COPYING, "induction"), (rule.MOST_COPYING + 1, "normal")):
             assert isinstance(run.model, TransformerXLConfig)
-            run.model = replace(run.model, init=before, untie_r=before == "induction")
+            run.model = replace(run.model, init=before)
             run.train.steps = steps
             model = rule.with_copying(run, {}).model
             assert isinstance(model, TransformerXLConfig)
-            assert (model.init, model.untie_r) == (init, init == "induction")
+            assert model.init == init
     short = _choice(2_000_000, 2)
     assert isinstance(short.run.model, TransformerXLConfig)
     assert short.run.model.init == "induction"
@@ -262,7 +260,6 @@ def test_a_short_run_begins_with_heads_that_copy():
     [
         {"model.n_layer": "1"},
         {"model.pre_norm": "false"},
-        {"model.untie_r": "false"},
         {"model.tie_embeddings": "false"},
         {"model.d_embed": "64"},
         {"model.init": "xavier"},
@@ -273,4 +270,4 @@ def test_the_user_s_options_come_before_heads_that_copy(options: dict[str, str])
     chosen = _choice(2_000_000, 2, **named).run
     validate(chosen)
     assert isinstance(chosen.model, TransformerXLConfig)
-    assert (chosen.model.init, chosen.model.untie_r) == (options.get("model.init", "normal"), False)
+    assert chosen.model.init == options.get("model.init", "normal")

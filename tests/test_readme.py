@@ -182,11 +182,11 @@ def test_a_short_demo_begins_with_heads_that_copy_and_a_run_keeps_its_first_weig
         given = {name.replace("__", "."): value for name, value in changes.items()}
         return copying_of(tmp_path / out, with_options(txl.preset("stdlib-bpe"), given), given)
 
-    copying = {"model.init": "induction", "model.untie_r": "true"}
+    copying = {"model.init": "induction"}
     assert options("new", train__steps="2000") == copying
     assert options("new", train__steps="2001") == {}
     assert options("new", train__steps="900", model__init="xavier") == {}
-    assert options("new", train__steps="900", model__untie_r="false") == {}
+    assert options("new", train__steps="900", model__pre_norm="false") == {}
     vanilla = {"model__family": "vanilla", "model__encoding": "learned", "model__mem_len": "0"}
     assert options("new", train__steps="900", model__qk_norm="false", **vanilla) == {}
     short = with_options(txl.preset("stdlib-bpe"), {"train.steps": "900"})

@@ -146,7 +146,7 @@ def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str,
 
     trained = RunDirectory(out)
     run = trained.config() if trained.config_path.exists() else with_copying(config, given)
-    return {"model.init": "induction", "model.untie_r": "true"} if run.model.first_weights == "induction" else {}
+    return {"model.init": run.model.first_weights} if run.model.first_weights == "induction" else {}
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:

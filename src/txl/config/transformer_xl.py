@@ -91,7 +91,7 @@ class TransformerXLConfig(TransformerConfig):
 
     def induction_obstacle(self) -> str | None:
         """Return why `model.init induction` is impossible, and what it needs; None if it is possible."""
-        for name in ("pre_norm", "qk_norm", "untie_r"):
+        for name in ("pre_norm", "qk_norm"):
             if not getattr(self, name):
                 return f"model.{name} is false; expected true"
         if self.n_layer < 2:

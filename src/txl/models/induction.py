@@ -14,6 +14,7 @@ Shapes: E width of the model, D width of a head, K distances.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -22,14 +23,12 @@ from torch import Tensor, nn
 
 from txl.attention.equations import sinusoid
 from txl.config import TransformerXLConfig
-from txl.models.layers import HeadNorm, Linear
+from txl.models.layers import Linear
 
 _DISTANCES, _PENALTY, _STEPS = 1024, 1e-3, 12
 """Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed."""
 _COPIED, _WRITTEN = 1.5, 6.0
 """Gains of what the two heads write into the residual stream, as multiples of the deviation of the embeddings."""
-_SHARPNESS = 2.0
-"""Factor of the queries' gain in the second layer: without it the head attends to the right position too weakly."""
 
 
 def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
@@ -54,28 +53,28 @@ def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
 
 
 class AttentionWeights(Protocol):
-    """Weights of a layer's relative attention, with a `v` of its own."""
+    """Weights of a layer's relative attention, except u and v, which layers may share."""
 
     q_proj: Linear
     k_proj: Linear
     v_proj: Linear
     r_proj: Linear
     o_proj: Linear
-    v: nn.Parameter
-    q_norm: HeadNorm | None
 
 
 @torch.no_grad()
-def init_induction(config: TransformerXLConfig, previous: AttentionWeights, induction: AttentionWeights) -> None:
-    """Give head 0 of two layers the weights of an induction circuit, and double the gain of the second layer's queries.
+def init_induction(config: TransformerXLConfig, layers: Sequence[AttentionWeights], v: Float[Tensor, "H D"]) -> None:
+    """Give head 0 of the first two layers the weights of an induction circuit.
 
-    This gain belongs to all heads of the layer. All other weights stay as they were drawn.
+    If all layers share v, W_kR of head 0 becomes orthogonal to v in the other layers. All other weights stay as they
+    were drawn.
 
     Args:
         config: configuration of the model, checked by its `validate`.
-        previous: attention of the first layer, whose head attends to the previous token.
-        induction: attention of the second layer.
+        layers: attention of each layer. The head of the first attends to the previous token, that of the second copies.
+        v: v of the first layer, or of all layers.
     """
+    previous, induction, *_ = layers
     width, own = config.d_head, slice(config.d_head)
     scale = config.init_std * config.d_model**0.5  # deviation of the scaled embeddings; norm of a matrix's random row
 
@@ -87,7 +86,13 @@ def init_induction(config: TransformerXLConfig, previous: AttentionWeights, indu
     chosen = torch.zeros(width, config.d_model, device="cpu")
     chosen[range(width), fastest] = scale
     previous.r_proj.weight[own] = chosen.to(previous.r_proj.weight)
-    previous.v[0] = previous_token_bias(rows).to(previous.v)
+    bias = previous_token_bias(rows)
+    v[0] = bias.to(v)
+    if not config.untie_r:  # otherwise head 0 of the other layers would prefer some distances, whatever the words
+        along = (bias / bias.norm()).to(v)
+        for layer in layers[1:]:
+            projection = layer.r_proj.weight[own]
+            layer.r_proj.weight[own] = projection - torch.outer(along, along @ projection)
 
     # The first head writes the previous token's features into a subspace, in which k of the second head reads them.
     read, written, copied = (previous.v_proj.weight.new_empty(width, config.d_model) for _ in range(3))
@@ -98,8 +103,6 @@ def init_induction(config: TransformerXLConfig, previous: AttentionWeights, indu
     previous.o_proj.weight[:, own] = gain * written.T
     induction.q_proj.weight[own] = scale * read
     induction.k_proj.weight[own] = scale * written
-    assert induction.q_norm is not None  # checked by the configuration
-    induction.q_norm.weight.mul_(_SHARPNESS)
     # The second head writes the token that it finds where the softmax, tied to the embeddings, reads it.
     gain = (_WRITTEN * scale) ** 0.5
     induction.v_proj.weight[own] = gain * copied

@@ -231,8 +231,8 @@ class TransformerXL(FamilyModel[Memory]):
         """See `FamilyModel.init_weights`; then `init_induction`, if the configuration says so."""
         super().init_weights()
         if self.config.init == "induction":
-            previous, induction, *_ = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
-            init_induction(self.config, previous, induction)
+            layers = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
+            init_induction(self.config, layers, self.v if self.shares_biases else layers[0].v)
 
     def layer_costs(self, train: TrainConfig) -> LayerCosts:
         """Return `transformer_costs`, where a window limits the positions of memory."""

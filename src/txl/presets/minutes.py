@@ -63,9 +63,9 @@ fewer after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.jso
 texts is undecided."""
 MOST_COPYING = 2000
 """Most steps of a run that begins with heads that copy (`model.init induction`). With 3 layers of width 96 and 1,500 to
-1,700 steps they lower the bits per byte by 7 and 10% on two texts that repeat themselves, and change them by 0.0 and
--0.6% on two others. With 4 layers of width 128 the loss is 0.3% higher after 1,400 steps on prose and 0.5% higher after
-1,744 on the standard library's sources, but 1.4% lower after 2,544 of 5,088 on enwik8. So the limit is a guess."""
+1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128, on
+the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
+-0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed; decisions, 2026-11-27)."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97
@@ -242,12 +242,11 @@ def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
     """Return a copy that begins with heads that copy if it is short, and the user's options allow it."""
     if not isinstance(run.model, TransformerXLConfig):
         return with_options(run, given)
-    usual = with_options(replace(run, model=replace(run.model, untie_r=False, init="normal")), given)
-    untied = with_options(replace(run, model=replace(run.model, untie_r=True, init="normal")), given).model
-    assert isinstance(untied, TransformerXLConfig)
-    if run.train.steps > MOST_COPYING or "model.init" in given or untied.induction_obstacle() is not None:
+    usual = with_options(replace(run, model=replace(run.model, init="normal")), given)
+    assert isinstance(usual.model, TransformerXLConfig)
+    if usual.train.steps > MOST_COPYING or "model.init" in given or usual.model.induction_obstacle() is not None:
         return usual
-    return replace(usual, model=replace(untied, init="induction"))
+    return replace(usual, model=replace(usual.model, init="induction"))
 
 
 def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
