@@ -149,7 +149,7 @@ def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, tmp_p
 @pytest.mark.parametrize(
     ("step_seconds", "steps"),
     # 260 seconds less 350 steps' time are left for training.
-    [(0.05, 2400), (0.1, 2200), (0.15, 1300), (0.2, 900), (0.5, 900), (100.0, 900)],
+    [(0.05, 2400), (0.1, 2200), (0.15, 1300), (0.2, 900), (0.5, 500), (100.0, 500)],
 )
 def test_the_demo_takes_as_many_steps_as_fit_into_five_minutes(step_seconds, steps):
     assert steps_within(300, step_seconds, 2400) == steps
@@ -166,7 +166,7 @@ def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeyp
     assert "1,300 training steps instead of 2,400: the demo takes about 5 minutes here" in capsys.readouterr().err
     seconds[:] = [0.5]
     steps_of_this_machine(tmp_path / "other", config)
-    assert "900 training steps instead of 2,400: the demo takes about 11 minutes here" in capsys.readouterr().err
+    assert "500 training steps instead of 2,400: the demo takes about 8 minutes here" in capsys.readouterr().err
     words = with_options(config, {"data.unit": "word"})
     assert steps_of_this_machine(tmp_path / "other", words) == {}
     seconds[:] = [0.15]

@@ -63,8 +63,8 @@ fewer after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.jso
 texts is undecided."""
 MOST_COPYING = 2000
 """Most steps of a run that begins with heads that copy (`model.init induction`). With 3 layers of width 96 and 1,500 to
-1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128, on
-the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
+1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128,
+on the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
 -0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed; decisions, 2026-11-27)."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
