@@ -352,7 +352,7 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
         rows: dict[str, dict[str, Any]] = {}
         results[Path(text).name] = {"runs": rows}
         for name, run in runs.items():
-            folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}".replace(" ", "-")
+            folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}{_named(given.set)}".replace(" ", "-")
             out = RunDirectory(given.work / folder)
             Trainer(run, out.path, device=given.device, data_dir=given.work / "data", quiet=True).fit()
             model, _ = txl.load(out.path, device=given.device)
@@ -367,12 +367,17 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
             write(given.record, command, {"minutes": given.minutes, "texts": results}, given.device)
 
 
+def _named(options: list[str]) -> str:
+    """Return the end of a name that tells runs with different options apart."""
+    return "".join(f"-{option}" for option in options)
+
+
 def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]]) -> dict[str, RunConfig]:
     """Return the configurations for a text, each with the steps that fit into the minutes; they are made once and kept.
 
     For `check`, one of them is the choice of `--minutes`. The steps of all are computed from speeds measured in turns.
     """
-    kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}.json"
+    kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}{_named(given.set)}.json"
     if kept.exists():
         return {name: RunConfig.from_dict(run) for name, run in json.loads(kept.read_text()).items()}
     options = {"data.corpus": str(Path(text).absolute())}
@@ -426,7 +431,11 @@ def main() -> None:
         "--only", nargs="+", metavar="NAME", help="check: these hand-made configurations, not all eight"
     )
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="check: options of every hand-made configuration"
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="check: options of the hand-made configurations, which keep those of their own",
     )
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
     parser.add_argument("--checks", nargs="+", type=Path, default=[], help="exponent: records of checks")
@@ -445,9 +454,9 @@ def main() -> None:
         if given.only:
             command += f" --only {' '.join(map(repr, given.only))}"
             configurations = {name: configurations[name] for name in given.only}
-        if given.set:
+        if given.set and given.what == "check":
             command += f" --set {' '.join(given.set)}"
-            common = dict(each.split("=") for each in given.set)
+            common = dict(each.split("=", 1) for each in given.set)
             configurations = {name: common | own for name, own in configurations.items()}
         if given.what == "vocabulary":
             command += f" --sizes {' '.join(map(str, given.sizes))}"

@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 _PRESET = "stdlib-bpe"
-_SECONDS, _FIXED, _BESIDE, _LEAST = 300.0, 40.0, 350, 500
+_SECONDS, _FIXED, _BESIDE = 300.0, 40.0, 350
 """Seconds that the demo should take; seconds of the parts that need no model; time of evaluation and texts, in training
-steps; least number of steps: with heads that copy, such a model needs about as many bits as bz2."""
+steps."""
+_LEAST, _LEAST_COPYING = 900, 500
+"""Least number of steps, and the same with heads that copy. After 700 steps without them a model was worse than zlib;
+after 500 with them it is about as good as bz2."""
 _SAMPLES, _CONTEXT = 3, 256
 """Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of
 a few words a small model soon repeats itself, because in training it has nearly always read more."""
@@ -38,7 +41,8 @@ def add_parser(commands: Subparsers) -> None:
         example="txl demo",
         description="Train a small model on the Python standard library's own source files, measure it with and "
         "without memory, let it write, and make the report: about five minutes on two CPU cores, without a download. "
-        "Unless you give them or --preset, train.steps is lowered to what fits into five minutes (500 or more), "
+        "Unless you give them or --preset, train.steps is lowered to what fits into five minutes (500 or more, or "
+        "900 with other initial weights), "
         "train.dtype is bfloat16 where the machine multiplies it, and a run of at most 2,000 steps has model.init "
         "induction.",
         add_help=False,
@@ -68,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
     writable_folder(out)  # refused before the machine is timed
     check_corpus(config.data.corpus)
     if arguments.preset == _PRESET and "train.steps" not in changes:
-        changes |= steps_of_this_machine(Path(out), config)
+        changes |= steps_of_this_machine(Path(out), config, changes)
         config = with_options(config, changes)
     if arguments.preset == _PRESET:
         changes |= copying_of(Path(out), config, changes)
@@ -106,10 +110,15 @@ def arithmetic_of(out: Path) -> dict[str, str]:
     return {"train.dtype": "bfloat16"} if multiplies_bfloat16(pick_device(None)) else {}
 
 
-def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
+def steps_of_this_machine(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
     """Return the option with as many steps as fit into the demo's time, at most those of the configuration.
 
     A few steps on random tokens are timed. If `out` holds a run, return the steps of that run, so that it resumes.
+
+    Args:
+        out: folder of the run.
+        config: configuration with the user's options.
+        given: options of the user by dotted name.
     """
     from txl.allocator import keep_freed_memory
     from txl.benchmarking.workloads import timed, training_workload
@@ -125,7 +134,9 @@ def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
     device = pick_device(None)
     _, step = training_workload(config, vocab_size, device, must_compile=False)
     step_seconds = timed(step, 3, device)
-    steps = steps_within(_SECONDS, step_seconds, config.train.steps)
+    copies = copying_of(out, with_options(config, {"train.steps": str(_LEAST_COPYING)}), given)
+    least = _LEAST_COPYING if copies else _LEAST
+    steps = steps_within(_SECONDS, step_seconds, least, config.train.steps)
     if steps < config.train.steps:
         minutes = (_FIXED + (steps + _BESIDE) * step_seconds) / 60
         instead = f"{steps:,} training steps instead of {config.train.steps:,}"
@@ -133,17 +144,22 @@ def steps_of_this_machine(out: Path, config: RunConfig) -> dict[str, str]:
     return {"train.steps": str(steps)}
 
 
-def steps_within(seconds: float, step_seconds: float, most: int) -> int:
-    """Return the number of training steps of a demo that takes `seconds`, in whole hundreds."""
+def steps_within(seconds: float, step_seconds: float, least: int, most: int) -> int:
+    """Return the number of training steps of a demo that takes `seconds`, in whole hundreds, within two limits."""
     hundreds = int(((seconds - _FIXED) / step_seconds - _BESIDE) // 100)
-    return min(most, max(_LEAST, 100 * hundreds))
+    return min(most, max(least, 100 * hundreds))
 
 
 def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
-    """Return the options of heads that copy, if the run in `out` has such heads, or a new run is short."""
+    """Return `model.init induction` if the run in `out` has it, or if there is none and the new run is short.
+
+    Else, or if the user gives `model.init`, return no option.
+    """
     from txl.presets.minutes import with_copying
     from txl.runs.directory import RunDirectory
 
+    if "model.init" in given:
+        return {}
     trained = RunDirectory(out)
     run = trained.config() if trained.config_path.exists() else with_copying(config, given)
     return {"model.init": run.model.first_weights} if run.model.first_weights == "induction" else {}

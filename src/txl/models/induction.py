@@ -27,7 +27,7 @@ from txl.models.layers import Linear
 
 _DISTANCES, _PENALTY, _STEPS = 1024, 1e-3, 12
 """Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed."""
-_COPIED, _WRITTEN = 1.5, 6.0
+_FIRST_GAIN, _SECOND_GAIN = 1.5, 6.0
 """Gains of what the two heads write into the residual stream, as multiples of the deviation of the embeddings."""
 
 
@@ -98,12 +98,12 @@ def init_induction(config: TransformerXLConfig, layers: Sequence[AttentionWeight
     read, written, copied = (previous.v_proj.weight.new_empty(width, config.d_model) for _ in range(3))
     for each in (read, written, copied):
         nn.init.orthogonal_(each)
-    gain = (_COPIED * scale) ** 0.5
+    gain = (_FIRST_GAIN * scale) ** 0.5
     previous.v_proj.weight[own] = gain * read
     previous.o_proj.weight[:, own] = gain * written.T
     induction.q_proj.weight[own] = scale * read
     induction.k_proj.weight[own] = scale * written
     # The second head writes the token that it finds where the softmax, tied to the embeddings, reads it.
-    gain = (_WRITTEN * scale) ** 0.5
+    gain = (_SECOND_GAIN * scale) ** 0.5
     induction.v_proj.weight[own] = gain * copied
     induction.o_proj.weight[:, own] = gain * copied.T

@@ -65,7 +65,8 @@ MOST_COPYING = 2000
 """Most steps of a run that begins with heads that copy (`model.init induction`). With 3 layers of width 96 and 1,500 to
 1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128,
 on the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
--0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed; decisions, 2026-11-27)."""
+-0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed). On prose they change little: an earlier form of them from
+-0.6 to +0.3% (decisions, 2026-11-26 and 27)."""
 _EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
 """Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
 AIM = 0.97
@@ -239,7 +240,10 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict
 
 
 def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
-    """Return a copy that begins with heads that copy if it is short, and the user's options allow it."""
+    """Return the run with the user's options; a short one begins with heads that copy, if the options allow it.
+
+    Families other than Transformer-XL have no such heads.
+    """
     if not isinstance(run.model, TransformerXLConfig):
         return with_options(run, given)
     usual = with_options(replace(run, model=replace(run.model, init="normal")), given)
