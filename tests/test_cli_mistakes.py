@@ -54,6 +54,7 @@ def refused(capsys):
         (["generate", "x", "--prompt", "-a"], "--prompt needs a value; if it begins with -, write --prompt=-x (see"),
         (["generate", "x", "--prompt", "--"], "--prompt needs a value; if it begins with -, write --prompt=-x (see"),
         (["export", "x", "-o"], "error: --out needs a value (see"),
+        (["eval", "--", "x", "--json"], "--json is an option and comes after --; give options before it (see"),
         (["eval", "x", "--json=3"], "error: --json takes no value (see"),
         (["completion", "fish"], "SHELL is 'fish'; expected one of bash, zsh"),
         (["train", "stdlib-tiny", "--out", "x", "--model.n-layer", "three"], "--model.n-layer is 'three'; expected a whole"),

@@ -205,6 +205,7 @@ def test_a_short_demo_begins_with_heads_that_copy_and_a_run_keeps_its_first_weig
         RunDirectory(tmp_path / name).write_config(run)
         assert options(name, train__steps="900") == expected
         assert options(name, train__steps="900", model__init="normal") == {}
+        assert options(name, train__steps="900", model__n_layer="1") == {}  # refused for the user's option alone
     validate(with_options(short, copying))
 
 

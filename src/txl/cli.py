@@ -176,6 +176,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             option = re.search(r"--[\w-]+", missing.partition(" (")[0])
             self.error(f"unknown argument {word}" + (f"; did you mean {option[0]} {word}?" if option else ""))
+        if word in self._option_string_actions:
+            self.error(f"{word} is an option and comes after --; give options before it")
         for action in self._actions:
             if not action.option_strings and word.lstrip("-") in (action.dest, str(action.metavar).lower()):
                 self.error(f"unknown option {word}; give {action.metavar} as an argument: {self._needed()}")

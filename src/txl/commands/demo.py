@@ -12,7 +12,7 @@ from txl.commands.arguments import check_corpus, pick_device, writable_folder
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_data_dir, add_out
 from txl.commands.output import say
-from txl.config import RunConfig, validate, with_options
+from txl.config import RunConfig, TransformerXLConfig, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -153,12 +153,13 @@ def steps_within(seconds: float, step_seconds: float, least: int, most: int) -> 
 def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
     """Return `model.init induction` if the run in `out` has it, or if there is none and the new run is short.
 
-    Else, or if the user gives `model.init`, return no option.
+    Else, or if the user's options give `model.init` or a model in which such heads cannot work, return no option.
     """
     from txl.presets.minutes import with_copying
     from txl.runs.directory import RunDirectory
 
-    if "model.init" in given:
+    model = config.model
+    if "model.init" in given or not isinstance(model, TransformerXLConfig) or model.induction_obstacle() is not None:
         return {}
     trained = RunDirectory(out)
     run = trained.config() if trained.config_path.exists() else with_copying(config, given)
