@@ -34,7 +34,7 @@ from txl.allocator import keep_freed_memory
 from txl.benchmarking.minutes import measured_speed, run_in_minutes
 from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
-from txl.data.sources import stdlib_files
+from txl.data.standard_library import stdlib_files
 from txl.evaluation.perplexity import evaluate
 from txl.presets import minutes
 from txl.runs.checkpoints import checkpoint_step

@@ -31,7 +31,7 @@ from txl.benchmarking.operations import bytes_read_once, forward_operations, mat
 from txl.benchmarking.table9 import slowdown
 from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig, TransformerXLConfig
-from txl.data.sources import stdlib_files
+from txl.data.standard_library import stdlib_files
 from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.generation.steps import StaticStep

@@ -19,7 +19,9 @@ import zstandard
 import txl
 from txl.config import DataConfig
 from txl.data import prepare as prepare_module
-from txl.data.sources import BLOCK, stdlib_pieces, user_pieces
+from txl.data.sources import BLOCK
+from txl.data.standard_library import stdlib_pieces
+from txl.data.user_text import user_pieces
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
 
@@ -298,7 +300,7 @@ def test_stdlib_is_split_by_file_and_deterministic(data_dir):
     assert total > 5_000_000
     assert 0.87 < sizes["train"] / total < 0.93
     assert 0.03 < sizes["valid"] / total < 0.07
-    from txl.data.sources import stdlib_pieces
+    from txl.data.standard_library import stdlib_pieces
 
     pieces = stdlib_pieces()
     paths = [piece.path for parts in pieces.values() for piece in parts]

@@ -18,7 +18,8 @@ import txl
 from txl.config import DataConfig
 from txl.data import corpora, prepare
 from txl.data.corpora import refuse_unused
-from txl.data.sources import find_files, open_file
+from txl.data.sources import open_file
+from txl.data.user_text import find_files
 from txl.errors import UserError
 from txl.training.trainer import Trainer
 

@@ -19,17 +19,9 @@ from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamp
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus, cut_down_by
-from txl.data.sources import (
-    SPLITS,
-    WHOLE,
-    Piece,
-    Pieces,
-    find_files,
-    refuse_archives,
-    stdlib_files,
-    stdlib_pieces,
-    user_pieces,
-)
+from txl.data.sources import SPLITS, WHOLE, Piece, Pieces
+from txl.data.standard_library import stdlib_files, stdlib_pieces
+from txl.data.user_text import find_files, refuse_archives, user_pieces
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
 from txl.files import JsonObject, refuse_file, usable_cache

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import zstandard
 
 from txl.data.corpora import STDLIB, own_files
-from txl.data.sources import BLOCK, Piece, stdlib_pieces, user_pieces
+from txl.data.sources import BLOCK, Piece
+from txl.data.standard_library import stdlib_pieces
+from txl.data.user_text import user_pieces
 
 _LOOKED_AT = 64
 """Number of one-megabyte blocks read from the beginning; the rest of a longer text is assumed to be similar."""

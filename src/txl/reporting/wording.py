@@ -6,7 +6,8 @@ from unicodedata import category
 
 from txl.config import ModelConfig
 from txl.data.corpora import Corpus, is_named
-from txl.data.sources import WHOLE, is_cut
+from txl.data.sources import WHOLE
+from txl.data.user_text import is_cut
 from txl.files import JsonObject
 from txl.reporting.findings import tokens_read
 from txl.runs.events import Evaluation, EvaluationFigures
