@@ -54,13 +54,15 @@ def transformer_costs(
       the whole input of their layer alive),
     - activations, with m the mask of the dropout after a sub-layer, m' the mask of the dropout inside the feed-forward
       (d is 1 if it exists) and m'' the mask of queries, keys and values, all 0 for locked dropout (`dropout_copies`):
-      N*B * [ (f*S + (2*m*w + 2*f + w)*T) * E       the context; two dropout masks, two LayerNorm inputs, one output
+      N*B * [ (c + (2*m*w + 2*f + w)*T) * E         inputs of the q, k and v products; two dropout masks, two LayerNorm
+                                                    inputs, one output
               + w * (3*T + 2*S) * A                 q+u, q+v and the attention output; k and v
               + w * m'' * (T + 2*S) * A             masks of queries, keys and values
               + n * (T + S) * A                     tensors kept by the norms of queries and keys, if any
               + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
               + w * (1 + d + m') * T*F ]            output of the ReLU; output and mask of its dropout
-      where pre-norm adds N*B * (f*S - w*T) * E,
+      where c is w*(3*T + 2*M) in bfloat16 (a copy for each product), else 0 (h and m count as state), or with pre-norm
+      f*S; pre-norm has one LayerNorm input less, for it is h; without memory, h adds f*T to c,
     - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
 
     Args:
@@ -77,16 +79,17 @@ def transformer_costs(
     _, masked = dropout_copies(model, None)
     _, masked_qkv = dropout_copies(model, model.dropout_qkv)
     scores = model.n_head * n_query * n_key if keeps_scores else 0
+    inputs = low * (3 * n_query + 2 * n_memory) if low < full else full * n_key if model.pre_norm else 0
+    inputs += 0 if model.tells_distances else full * n_query  # with a memory, it counts as state
+    normed = full * (1 if model.pre_norm else 2) + low
     layer = (
-        (full * n_key + (2 * masked * low + 2 * full + low) * n_query) * model.d_model
+        (inputs + (2 * masked * low + normed) * n_query) * model.d_model
         + low * (queries * n_query + 2 * n_key) * d_attention
         + low * masked_qkv * (n_query + 2 * n_key) * d_attention
         + norm_bytes * (n_query + n_key) * d_attention
         + low * scores * (3 if model.dropatt > 0 else 1)
         + low * (1 + sum(dropout_copies(model, model.dropout_inner))) * n_query * model.d_inner
     )
-    if model.pre_norm:  # the LayerNorm before the attention reads memory and segment
-        layer += (full * n_key - low * n_query) * model.d_model
     lanes = train.batch_size // train.micro_batches
     state = 2 * full * model.n_layer * train.batch_size * max(n_memory, n_query) * model.d_model
     return LayerCosts(

@@ -90,10 +90,8 @@ class RelativeMultiHeadAttention(nn.Module):
         Returns:
             LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
-        context = torch.cat([memory, hidden], dim=1)  # [SG(m) o h], [B,S,E]
-        if self.pre_norm:
-            context = self.norm(context)
-        query, (key, value) = self.query(context[:, memory.shape[1] :]), self.keys_and_values(context)
+        context, before = (self.norm(hidden), self.norm(memory)) if self.pre_norm else (hidden, memory)
+        query, (key, value) = self.query(context), self.keys_and_values(context, before)  # of h, and of [SG(m) o h]
         u, v = self.biases(shared_biases)
         if isinstance(r, SegmentPhases):
             attended = r.attend(query, key, value, self.r_proj.weight, u, v)
@@ -130,10 +128,16 @@ class RelativeMultiHeadAttention(nn.Module):
         return self._heads(self.q_proj(context), self.q_norm)
 
     def keys_and_values(
-        self, context: Float[Tensor, "B S E"]
+        self, context: Float[Tensor, "B T E"], before: Float[Tensor, "B M E"] | None = None
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Project keys and values; with pre-norm, `context` must already be normalised."""
-        return self._heads(self.k_proj(context), self.k_norm), self._heads(self.v_proj(context))
+        """Project [before o context] to keys and values; with pre-norm, both must already be normalised.
+
+        The products of `before`, the memory, are computed separately: a product of both would keep a copy of both for
+        the backward pass, and compute gradients for memory, which are not needed.
+        """
+        parts = [context] if before is None or before.shape[1] == 0 else [before, context]
+        key, value = (torch.cat([project(part) for part in parts], dim=1) for project in (self.k_proj, self.v_proj))
+        return self._heads(key, self.k_norm), self._heads(value)
 
     def position(self, r: Float[Tensor, "S E"] | Int64[Tensor, " S"]) -> Float[Tensor, "S H D"]:
         """Project R to W_{k,R} R, or look up the learned vectors if `r` holds distances."""
@@ -298,6 +302,8 @@ class TransformerXL(FamilyModel[Memory]):
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             stopped = memory if state.differentiable else memory.detach()  # SG(m)
+            if stopped.is_inference():  # autograd keeps no such tensor for the gradients of W_k and W_v
+                stopped = stopped.clone()
             hidden = layer(hidden, stopped, r, shared_biases, scope)
         return hidden, state.after_hidden(layer_inputs)
 
