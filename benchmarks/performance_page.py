@@ -108,35 +108,26 @@ def growth(record: Record) -> str:
 
 def training_memory(record: Record) -> str:
     """Return the text about the peak memory of a training step."""
-    rows = [
-        [
-            f"{row['length']:,}",
-            *(f"{size / 2**20:,.0f}" for size in row["peak_bytes"].values()),
-            *(f"{ratio:.1f}" for ratio in row["ratio"].values()),
-        ]
-        for row in record["rows"]
-    ]
-    ways = [way for way in record["rows"][0]["peak_bytes"] if way != "peer"]
-    heads = ["T = M", "peer, MiB", *ways, *(f"peer / {way}" for way in ways)]
+    rows = []
+    for row in record["rows"]:
+        sizes = {way: f"{size / 2**20:,.0f}" for way, size in row["peak_bytes"].items()}
+        ours = (f"{sizes[way]} ({ratio:.1f})" for way, ratio in row["ratio"].items())
+        rows.append([f"{row['length']:,}", sizes["peer"], *ours])
     return (
-        f"Peak memory of a step, minus what is held between steps: {record['shape']}, {record['n_layer']} layers, "
-        f"B {record['batch_size']}, no dropout. The peer is {record['peer']}.\n\n{table(heads, rows)}\n"
+        f"Peak memory of a step in MiB, minus what is held between steps: {record['shape']}, {record['n_layer']} "
+        f"layers, B {record['batch_size']}, no dropout, float32 unless named. The peer is {record['peer']}. In "
+        "parentheses: how many times less than the peer.\n\n"
+        f"{table(['T = M', 'peer', *record['rows'][0]['ratio']], rows)}\n"
     )
 
 
 def training_attention(output: Record) -> str:
-    """Return the text about times of attention and of a step, and memory, with and without the compiled library."""
-    ways = list(output["peak_bytes"])
+    """Return the text about times of attention and of a step, with and without the compiled library."""
+    ways = list(output["rows"][0]["times_shifted_float32"])
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
-    peaks = ["peak", *(f"{output['peak_bytes'][way] / 2**20:,.0f}" for way in ways)]
     return (
         "Speed relative to `shifted` in float32: forward and backward, processor time of one thread. `compiled` is "
-        "`--model.attention compiled`.\n\n"
-        + table(["", *ways], rows)
-        + "\n\nPeak memory of a step, minus what is held between steps, in MiB, "
-        + f"T = M = {output['memory_length']:,}.\n\n"
-        + table(["", *ways], [peaks])
-        + "\n"
+        "`--model.attention compiled`.\n\n" + table(["", *ways], rows) + "\n"
     )
 
 
@@ -371,7 +362,6 @@ SECTIONS = (
         "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
         training_memory,
         ("training-memory",),
-        BEFORE_COMPILED_TRAINING,
     ),
     Section(
         "Memory and the vocabulary",

@@ -135,9 +135,10 @@ def draw_training_memory(figure: Figure, record: Record) -> None:
     lengths = [row["length"] for row in record["rows"]]
     ways = (
         ("peer", "Hugging Face, float32", SOFT, "-"),
-        ("float32", "float32", SECOND, "-"),
-        ("factorised", "float32, factorised", SECOND, ":"),
-        ("bfloat16", "bfloat16", ACCENT, "-"),
+        ("shifted", "shifted, float32", SECOND, "-"),
+        ("factorised", "factorised, float32", SECOND, ":"),
+        ("compiled", "compiled, float32", ACCENT, "-"),
+        ("compiled, bfloat16", "compiled, bfloat16", ACCENT, ":"),
     )
     for way, label, color, style in ways:
         sizes = [row["peak_bytes"][way] / 2**20 for row in record["rows"]]

@@ -1,26 +1,23 @@
-"""Compare compiled attention in training with products of whole matrices (`shifted`): time, and memory of a step.
+"""Compare compiled attention in training with products of whole matrices (`shifted`) by time.
 
     python -m benchmarks.training_attention results/training-attention.json
 
 Attention forward and backward, and whole training steps of stdlib-tiny's shape, are run alternately in one process on
 one thread. The result is the least processor time of each, because other programs on the machine lengthen it little.
-Memory is measured as in `benchmarks.training_memory`.
+`benchmarks.training_memory` compares their memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.process import run_alone, status
 from benchmarks.record import write
-from benchmarks.training_memory import WARM, our_step
 
 import txl
 from txl.allocator import keep_freed_memory
@@ -38,7 +35,7 @@ SHAPES = {
 """Lanes, heads, width of a head, T = M, and number of timed runs."""
 WAYS: tuple[AttentionName, ...] = ("shifted", "compiled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MEMORY_LENGTH, STEPS, VOCABULARY = 1024, 12, 256
+STEPS, VOCABULARY = 12, 256
 
 
 def least(ways: dict[str, Callable[[], Any]], times: int) -> dict[str, float]:
@@ -92,27 +89,8 @@ def steps() -> dict[str, float]:
     return least(ways, STEPS)
 
 
-def peak(way: AttentionName, dtype: str) -> int:
-    """Return the peak bytes that a step holds above those held before, measured in a separate process."""
-    torch.manual_seed(0)
-    step = our_step(dtype, MEMORY_LENGTH, way)
-    step(WARM)
-    before = status("VmRSS")
-    step(MEMORY_LENGTH)
-    return status("VmHWM") - before
-
-
 def main() -> None:
-    """Measure everything, or, in a separate process, the memory of one step."""
-    if len(sys.argv) == 4:
-        way, dtype = sys.argv[2:]
-        print(json.dumps({"peak_bytes": peak(next(each for each in WAYS if each == way), dtype)}))
-        return
-    cases: Iterable[tuple[str, str]] = [(way, dtype) for dtype in DTYPES for way in WAYS]
-    memory = {
-        f"{way} {dtype}": run_alone("benchmarks.training_attention", "-", way, dtype)["peak_bytes"]
-        for way, dtype in cases
-    }
+    """Measure everything."""
     keep_freed_memory()
     torch.set_num_threads(1)
     timed = {name: attention(shape) for name, shape in SHAPES.items()}
@@ -129,10 +107,9 @@ def main() -> None:
         row["times_shifted_float32"] = {way: base / seconds for way, seconds in row["seconds"].items()}
         told = ", ".join(f"{way} {times:.2f}" for way, times in row["times_shifted_float32"].items())
         print(f"{row['what']}: {told}", flush=True)
-    print(", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in memory.items()))
     if len(sys.argv) > 1:
         command = f"python -m benchmarks.training_attention {sys.argv[1]}"
-        write(Path(sys.argv[1]), command, {"rows": rows, "memory_length": MEMORY_LENGTH, "peak_bytes": memory})
+        write(Path(sys.argv[1]), command, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from benchmarks.process import run_alone, status
@@ -31,11 +31,17 @@ LENGTHS = (64, 128, 256, 512, 1024)
 """Values of T = M."""
 WARM = 8
 """T and M of the small step."""
-WAYS = ("peer", "float32", "bfloat16", "factorised")
-"""The peer; our model with its usual attention in two precisions; our model with factorised attention in float32."""
+OURS: dict[str, tuple[AttentionName, Literal["float32", "bfloat16"]]] = {
+    "shifted": ("shifted", "float32"),
+    "shifted, bfloat16": ("shifted", "bfloat16"),
+    "factorised": ("factorised", "float32"),
+    "compiled": ("compiled", "float32"),
+    "compiled, bfloat16": ("compiled", "bfloat16"),
+}
+"""Attention and dtype of our model."""
 
 
-def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
+def settings(length: int, attention: AttentionName) -> RunConfig:
     """Return a configuration with enwik8-12L's widths and fewer layers."""
     run = txl.preset("enwik8-12L")
     shape = {"n_layer": LAYERS, "mem_len": length, "attention": attention}
@@ -43,10 +49,11 @@ def settings(length: int, attention: AttentionName = "auto") -> RunConfig:
     return dataclasses.replace(run, model=model, train=dataclasses.replace(run.train, batch_size=LANES))
 
 
-def our_step(way: str, length: int, attention: AttentionName = "auto") -> Callable[[int], None]:
+def our_step(way: str, length: int) -> Callable[[int], None]:
     """Return a training step of our model as a function of T = M."""
-    run = settings(length, "factorised" if way == "factorised" else attention)
-    train = dataclasses.replace(run.train, dtype="bfloat16" if way == "bfloat16" else "float32")
+    attention, dtype = OURS[way]
+    run = settings(length, attention)
+    train = dataclasses.replace(run.train, dtype=dtype)
     model = build_model(run.model, VOCABULARY, "cpu").train()
     optimizer = build_optimizer(model, train)
 
@@ -64,7 +71,7 @@ def peer_step(length: int) -> Callable[[int], None]:
     """Return a training step of the peer as a function of T = M."""
     from benchmarks.peers import Workload, peer_of
 
-    run = settings(length)
+    run = settings(length, "shifted")
     work = Workload("memory", run.name, VOCABULARY, LANES, length, length, (0, 0), training=True)
     model = peer_of(run, work).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=run.train.learning_rate)
@@ -98,9 +105,11 @@ def main() -> None:
     lengths = [length for length in LENGTHS if len(sys.argv) < 3 or length <= int(sys.argv[2])]
     rows = []
     for length in lengths:
-        found = {way: run_alone("benchmarks.training_memory", "-", way, str(length))["peak_bytes"] for way in WAYS}
+        found = {
+            way: run_alone("benchmarks.training_memory", "-", way, str(length))["peak_bytes"] for way in ("peer", *OURS)
+        }
         row = {"length": length, "peak_bytes": found}
-        rows.append(row | {"ratio": {way: found["peer"] / found[way] for way in WAYS[1:]}})
+        rows.append(row | {"ratio": {way: found["peer"] / found[way] for way in OURS}})
         print(
             f"T = M = {length}: " + ", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in found.items()),
             flush=True,
