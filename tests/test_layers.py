@@ -16,7 +16,7 @@ import txl
 SOURCE = Path(txl.__file__).parent
 
 ORDER = (
-    ("errors", "units", "allocator", "devices"),
+    ("errors", "units", "allocator", "devices", "processor"),
     ("files",),
     ("native",),
     ("config", "processes"),

@@ -136,7 +136,7 @@ def test_the_demo_goes_on_from_whole_lines(text, expected):
     [("avx2 avx512f", {}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
 )
 def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "_cpu_fields", lambda: {"flags": flags})
+    monkeypatch.setattr(environment, "cpu_flags", flags.split)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     options = arithmetic_of(tmp_path)
     assert options == expected

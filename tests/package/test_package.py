@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import txl
-from txl.native.build import _flags as processor_flags
 from txl.native.prebuilt import PROCESSORS, library_name
 from txl.native.sources import cpp_sources
+from txl.processor import cpu_flags
 
 ROOT = Path(__file__).parent.parent.parent
 DIST = ROOT / "dist"
@@ -183,7 +183,7 @@ def test_the_demo(installed):
 
 @pytest.mark.skipif(not HAS_LIBRARIES, reason="wheels of this platform carry no libraries")
 def test_compiled_attention_without_a_compiler(installed, story):
-    kinds = [kind for kind in PROCESSORS if kind.needs <= set(processor_flags())]
+    kinds = [kind for kind in PROCESSORS if kind.needs <= cpu_flags()]
     if not kinds:
         pytest.skip("this processor is older than those that libraries are made for")
     code = "from txl.native.build import library; print(library()._name)"
@@ -202,7 +202,7 @@ def test_compiled_attention_without_a_compiler(installed, story):
 def test_every_library_that_this_processor_runs_gives_the_same_numbers(installed):
     code = (Path(__file__).parent / "compare.py").read_text()
     for kind in PROCESSORS:
-        if kind.needs <= set(processor_flags()):
+        if kind.needs <= cpu_flags():
             assert installed.run("python", "-c", code, kind.name).stdout.strip() == "the same"
 
 

@@ -127,7 +127,7 @@ class AdaptiveEmbedding(nn.Module):
         for cluster, (first, end) in enumerate(self.bounds):
             rows = F.embedding((tokens - first).clamp(0, end - first - 1), self.tables[cluster])
             there = ((tokens >= first) & (tokens < end))[..., None]
-            embedded = torch.where(there, F.linear(rows, self.projections[cluster]), embedded)
+            embedded = torch.where(there, linear(rows, self.projections[cluster]), embedded)
         return embedded if self.scale == 1 else embedded * self.scale
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from txl.attention.refused import AttentionRefused
 from txl.config import TransformerConfig
 from txl.models.cross_entropy import at_least_float32
+from txl.native import products
 from txl.native.dropout import compiled_dropout
 from txl.native.few_rows import few_rows
 from txl.native.rms_norm import compiled_rms_norm
@@ -31,7 +32,7 @@ class Linear(nn.Linear):
 def linear(
     rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
 ) -> Float[Tensor, "*rows O"]:
-    """Compute `F.linear`; for a few rows on a CPU at the speed of memory.
+    """Compute `F.linear`; on a CPU for a few rows at the speed of memory, for many as fast as `products.linear`.
 
     A product of a few rows is bound by reading the weights, which the compiled library does at the speed of memory.
     Without the library, one row of float32 is multiplied by the weights as a batch of two halves: PyTorch's
@@ -53,7 +54,7 @@ def linear(
         halves = weight.view(2, n_out // 2, n_in).transpose(1, 2)
         product = torch.bmm(rows.reshape(1, 1, n_in).expand(2, 1, n_in), halves).view(*rows.shape[:-1], n_out)
         return product if bias is None else product.add_(bias)
-    return F.linear(rows, weight, bias)
+    return products.linear(rows, weight, bias)
 
 
 def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:

@@ -23,6 +23,7 @@ from txl.files import usable_cache
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
 from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources
+from txl.processor import cpu_fields, cpu_flags
 
 _FLAGS = compiler_flags("-march=native")
 
@@ -32,7 +33,10 @@ _wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
 
 @contextmanager
 def compiled_code(wanted: bool) -> Iterator[None]:
-    """Allow or forbid the compiled library on a CPU within a `with` block; by default it is allowed."""
+    """Allow or forbid the compiled library on a CPU within a `with` block; by default it is allowed.
+
+    Products by oneDNN (`txl.native.products`) are forbidden with it.
+    """
     token = _wanted.set(wanted)
     try:
         yield
@@ -40,9 +44,14 @@ def compiled_code(wanted: bool) -> Iterator[None]:
         _wanted.reset(token)
 
 
+def is_wanted() -> bool:
+    """Return whether the compiled library is allowed here; see `compiled_code`."""
+    return _wanted.get()
+
+
 def library() -> ctypes.CDLL | None:
     """Return the library; None if it is not available (which is logged once) or not wanted."""
-    if not _wanted.get():
+    if not is_wanted():
         return None
     found, reason = _load()
     if reason is not None:
@@ -75,7 +84,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     # Import PyTorch first: a library from a wheel uses the OpenMP functions that PyTorch has loaded.
     import torch  # noqa: F401
 
-    brought = find_prebuilt(Path(__file__).parent, cpp_sources(), _flags())
+    brought = find_prebuilt(Path(__file__).parent, cpp_sources(), cpu_flags())
     if brought is not None:
         try:
             return ctypes.CDLL(str(brought)), None
@@ -129,18 +138,6 @@ def _processor() -> str:
 
     It is part of the library's name, since machines with different processors may share a home directory.
     """
-    kept = ("model name", "flags", "Features", "CPU part")
-    lines = sorted({line for line in _cpuinfo() if line.startswith(kept)})
-    return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"
-
-
-def _flags() -> list[str]:
-    """Return the flags of the processor, as listed by Linux."""
-    return next((line.partition(":")[2].split() for line in _cpuinfo() if line.startswith("flags")), [])
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # another system than Linux, or a sandbox that hides the file
-        return []
+    fields = cpu_fields()
+    kept = [fields[name] for name in ("model name", "flags", "Features", "CPU part") if name in fields]
+    return "\n".join(kept) or f"{platform.machine()} {platform.processor()}"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import platform
-from pathlib import Path
 
 import torch
 
 import txl
 from txl.files import JsonObject
+from txl.processor import cpu_fields, cpu_flags
 
 
 def describe_hardware(device: str) -> JsonObject:
@@ -55,24 +55,13 @@ def multiplies_bfloat16(device: str) -> bool:
     """Return whether a device has special instructions for bfloat16 matrix products, faster than float32."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(_cpu_fields().get("flags", "").split())
+    return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
 
 
 def _cpu_name() -> str:
     """Return the processor's name; on Linux also its vector instructions from AVX2 on."""
-    named = _cpu_fields()
+    named = cpu_fields()
     if not named:
         return platform.processor() or platform.machine()
-    flags = set(named.get("flags", "").split())
-    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
     return " ".join([named.get("model name", platform.machine()), *widest])
-
-
-def _cpu_fields() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo (of the last core); empty on systems other than Linux."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return {}
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return {key.strip(): value.strip() for key, value in fields.items()}
