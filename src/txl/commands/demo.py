@@ -12,7 +12,7 @@ from txl.commands.arguments import check_corpus, pick_device, writable_folder
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_data_dir, add_out
 from txl.commands.output import say
-from txl.config import RunConfig, TransformerXLConfig, validate, with_options
+from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -155,11 +155,10 @@ def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str,
 
     Else, or if the user's options give `model.init` or a model in which such heads cannot work, return no option.
     """
-    from txl.presets.minutes import with_copying
+    from txl.presets.minutes import can_copy, with_copying
     from txl.runs.directory import RunDirectory
 
-    model = config.model
-    if "model.init" in given or not isinstance(model, TransformerXLConfig) or model.induction_obstacle() is not None:
+    if "model.init" in given or not can_copy(config.model):
         return {}
     trained = RunDirectory(out)
     run = trained.config() if trained.config_path.exists() else with_copying(config, given)

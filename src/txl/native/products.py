@@ -29,7 +29,8 @@ def linear(
 ) -> Float[Tensor, "*rows O"]:
     """Compute `F.linear`, by oneDNN where that is faster; gradients too."""
     if (
-        rows.dtype == weight.dtype == torch.float32
+        not torch.compiler.is_compiling()  # first, because a traced comparison of sizes would restrict the sizes
+        and rows.dtype == weight.dtype == torch.float32
         and min(weight.shape) >= LEAST_ROWS
         and rows.numel() >= LEAST_ROWS * weight.shape[1]
         and rows.shape[-1] == weight.shape[1]

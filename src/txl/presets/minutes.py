@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, with_options
+from txl.config import DataConfig, ModelConfig, RunConfig, TransformerXLConfig, validate, with_options
 from txl.data.facts import TextFacts
 from txl.errors import UserError
 from txl.presets.small import stdlib_bpe
@@ -247,10 +247,14 @@ def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
     if not isinstance(run.model, TransformerXLConfig):
         return with_options(run, given)
     usual = with_options(replace(run, model=replace(run.model, init="normal")), given)
-    assert isinstance(usual.model, TransformerXLConfig)
-    if usual.train.steps > MOST_COPYING or "model.init" in given or usual.model.induction_obstacle() is not None:
+    if usual.train.steps > MOST_COPYING or "model.init" in given or not can_copy(usual.model):
         return usual
-    return replace(usual, model=replace(usual.model, init="induction"))
+    return with_options(usual, {"model.init": "induction"})
+
+
+def can_copy(model: ModelConfig) -> bool:
+    """Return whether a model may begin with heads that copy (`model.init induction`)."""
+    return isinstance(model, TransformerXLConfig) and model.induction_obstacle() is None
 
 
 def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
