@@ -15,6 +15,7 @@ from txl.config import TransformerConfig
 from txl.models.cross_entropy import at_least_float32
 from txl.native.dropout import compiled_dropout
 from txl.native.few_rows import few_rows
+from txl.native.products import linear as many_rows
 from txl.native.rms_norm import compiled_rms_norm
 from txl.native.tensors import computes
 from txl.native.training_attention import why_not_training
@@ -53,7 +54,7 @@ def linear(
         halves = weight.view(2, n_out // 2, n_in).transpose(1, 2)
         product = torch.bmm(rows.reshape(1, 1, n_in).expand(2, 1, n_in), halves).view(*rows.shape[:-1], n_out)
         return product if bias is None else product.add_(bias)
-    return product(rows, weight, bias)
+    return many_rows(rows, weight, bias)
 
 
 def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
