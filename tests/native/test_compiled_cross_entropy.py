@@ -10,9 +10,9 @@ from inspect import unwrap
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.native.threads import assert_same_with_any_number_of_threads
 from torch import Tensor
 
-from tests.native.threads import assert_same_with_any_number_of_threads
 from txl.config import TransformerXLConfig
 from txl.models import build_model, cross_entropy
 from txl.models.cross_entropy import linear_cross_entropy

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.native.threads import assert_same_with_any_number_of_threads
 from torch import Tensor, nn
 
-from tests.native.threads import assert_same_with_any_number_of_threads
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models import build_model, layers

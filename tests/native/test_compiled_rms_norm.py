@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from tests.native.threads import assert_same_with_any_number_of_threads
 from torch import Tensor
 
-from tests.native.threads import assert_same_with_any_number_of_threads
 from txl.config import TransformerXLConfig
 from txl.models import build_model, layers
 from txl.models.layers import HeadNorm

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-
 from tests.models.test_contract import VARIANTS, B, lively, stream
+
 from txl.models.compiled_step import LayerWeights
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build, compiling

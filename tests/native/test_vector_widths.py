@@ -8,8 +8,8 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
-
 from tests.native.test_training_attention import SHAPES, distance, exact, operands, ours, with_gradients
+
 from txl.attention import reference_attention
 from txl.native import build
 from txl.native.build import why_not
