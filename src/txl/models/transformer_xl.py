@@ -302,7 +302,10 @@ class TransformerXL(FamilyModel[Memory]):
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             stopped = memory if state.differentiable else memory.detach()  # SG(m)
-            if stopped.is_inference():  # autograd keeps no such tensor for the gradients of W_k and W_v
+            stopped = stopped.to(hidden.dtype)
+            if (
+                stopped.is_inference() and torch.is_grad_enabled()
+            ):  # autograd keeps no such tensor for the gradients of W_k and W_v
                 stopped = stopped.clone()
             hidden = layer(hidden, stopped, r, shared_biases, scope)
         return hidden, state.after_hidden(layer_inputs)

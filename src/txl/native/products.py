@@ -31,10 +31,12 @@ def linear(
     if (
         not torch.compiler.is_compiling()  # first, because a traced comparison of sizes would restrict the sizes
         and rows.dtype == weight.dtype == torch.float32
+        and weight.dim() == 2
+        and rows.layout == weight.layout == torch.strided
         and min(weight.shape) >= LEAST_ROWS
         and rows.numel() >= LEAST_ROWS * weight.shape[1]
         and rows.shape[-1] == weight.shape[1]
-        and (bias is None or bias.dtype == torch.float32)
+        and (bias is None or (bias.dtype == torch.float32 and bias.is_contiguous() and bias.shape == weight.shape[:1]))
         and not torch.is_autocast_enabled("cpu")
         and readable(rows, weight, *([] if bias is None else [bias]))
         and is_wanted()
