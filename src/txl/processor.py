@@ -5,13 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def cpu_fields() -> dict[str, str]:
-    """Return the fields of /proc/cpuinfo (of the last core); empty on other systems, or if the file is hidden."""
+def cpu_lines() -> list[str]:
+    """Return the lines of /proc/cpuinfo, of all cores; empty on other systems, or if the file is hidden."""
     try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return {}
-    fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        return []
+
+
+def cpu_fields() -> dict[str, str]:
+    """Return the fields of the last core."""
+    fields = dict(line.split(":", 1) for line in cpu_lines() if ":" in line)
     return {key.strip(): value.strip() for key, value in fields.items()}
 
 

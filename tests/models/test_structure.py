@@ -192,7 +192,7 @@ def test_hooks_fire_without_gradients_as_they_do_with(kind, part, segment):
 
     plain = in_pieces(model, model.init_state(B, mem_len=9), segment, quiet=True)
     middle = in_pieces(model, model.init_state(B, mem_len=9), segment, quiet=True, change=add)
-    each = 2 if part.endswith("k_proj") else 1  # keys of memory and of the segment are two products
+    each = 2 if part.endswith("k_proj") else 1  # memory and segment are two products
     assert len(called) == each * 12 // segment
     torch.testing.assert_close(middle[:, :12], plain[:, :12], rtol=0, atol=1e-10)
     assert (middle[:, 12:] - plain[:, 12:]).abs().max() > 1e-3

@@ -270,6 +270,27 @@ def test_training_goes_on_from_what_inference_mode_read(config):
     assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
 
 
+@pytest.mark.parametrize("changes", [{}, {"pre_norm": True}])
+def test_training_takes_memory_of_another_dtype(changes):
+    model, given = tiny(**changes), tokens(2, 12)
+    _, state = model.nll(given, given, model.init_state(2))
+    expected, _ = model.train().training_loss(given, given, state)
+    found, _ = model.double().training_loss(given, given, state)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-5)
+
+
+def test_no_module_is_called_for_an_empty_memory():
+    model, given, lengths = tiny(pre_norm=True).train(), tokens(2, 12), []
+    for name in ("norm", "k_proj", "v_proj"):
+        module = model.get_submodule(f"layers.1.attention.{name}")
+        module.register_forward_hook(lambda _, inputs, __: lengths.append(inputs[0].shape[1]))
+    _, state = model.training_loss(given, given, model.init_state(2))
+    assert lengths == [12, 12, 12]
+    model.training_loss(given, given, state)
+    assert sorted(lengths[3:]) == [8, 8, 8, 12, 12, 12]
+
+
 def test_threads_read_segments_of_several_lengths():
     model, got, failed = tiny(attention="factorised"), {}, []
     lengths = (5, 9, 13)

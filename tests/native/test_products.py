@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -38,7 +40,7 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
 @pytest.mark.parametrize("n_in", [16, 37])
 @pytest.mark.parametrize("n_out", [16, 203])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_and_gradients_are_nearer_to_float64_than_a_rounding_each(lanes, n_in, n_out, has_bias, calls):
+def test_products_and_gradients_are_those_of_float64_but_for_rounding(lanes, n_in, n_out, has_bias, calls):
     rows, weight, bias = tensors((*lanes, 19, n_in), (n_out, n_in), (n_out,))
     given = [rows, weight, bias] if has_bias else [rows, weight]
     above = torch.randn(*lanes, 19, n_out)
@@ -104,6 +106,8 @@ def test_autocast_transforms_and_modes_are_pytorch_s(calls):
         assert products.linear(rows, weight).dtype == torch.bfloat16
     with compiled_code(False):
         assert torch.equal(products.linear(rows, weight), F.linear(rows, weight))
+    traced: Any = torch.jit.trace(products.linear, (rows, weight), check_trace=False)
+    assert torch.equal(traced(rows, weight), F.linear(rows, weight))
     of_each = torch.func.vmap(products.linear, in_dims=(0, None))(torch.stack([rows, -rows]), weight)
     torch.testing.assert_close(of_each[1], -of_each[0])
     assert products.linear(rows.to("meta"), weight.to("meta")).device.type == "meta"
@@ -122,10 +126,41 @@ def test_onednn_serves_amd_with_avx_512(fields, expected, monkeypatch):
     monkeypatch.setattr(products, "cpu_fields", lambda: fields)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    if hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        assert products.onednn_is_faster.__wrapped__() is expected
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        pytest.skip("this PyTorch has no oneDNN")
+    assert products.onednn_is_faster.__wrapped__() is expected
 
 
-def test_a_wrong_width_is_refused_as_by_pytorch(calls):
+@pytest.mark.parametrize(
+    "bias",
+    [torch.arange(64.0)[::2], torch.ones(1).expand(32), torch.arange(32.0)[None], torch.arange(32.0).double()],
+    ids=["strided", "expanded", "two dimensions", "float64"],
+)
+def test_a_bias_that_onednn_would_misread_is_pytorch_s(bias, calls):
+    """oneDNN reads the numbers of a bias one after another, whatever its strides."""
+    rows, weight = (each.detach() for each in tensors((32, 32), (32, 32)))
+    try:
+        expected = F.linear(rows, weight, bias)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=str(error).splitlines()[0][:30]):
+            products.linear(rows, weight, bias)
+    else:
+        assert torch.equal(products.linear(rows, weight, bias), expected)
+    assert calls == []
+
+
+def test_other_layouts_and_wrong_shapes_are_pytorch_s(calls):
+    rows, weight = (each.detach() for each in tensors((32, 32), (32, 32)))
+    assert torch.equal(products.linear(rows, weight.to_sparse()), F.linear(rows, weight.to_sparse()))
+    assert torch.equal(products.linear(rows, weight[0]), F.linear(rows, weight[0]))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        products.linear(*tensors((32, 32), (32, 16)))
+        products.linear(rows, weight[:, :16])
+    assert calls == []
+
+
+def test_overlapping_rows(calls):
+    """A QRNN's windows overlap: each row begins inside the row before it."""
+    numbers, (weight,) = torch.arange(200.0), tensors((16, 32))
+    rows = numbers.unfold(0, 32, 8)
+    torch.testing.assert_close(products.linear(rows, weight), F.linear(rows, weight), rtol=1e-5, atol=1e-3)
+    assert len(calls) == 1

@@ -61,8 +61,9 @@ def transformer_costs(
               + n * (T + S) * A                     tensors kept by the norms of queries and keys, if any
               + w * H*T*S * (3 if dropatt else 1)   attention probabilities, their mask and the product
               + w * (1 + d + m') * T*F ]            output of the ReLU; output and mask of its dropout
-      where c is w*(3*T + 2*M) in bfloat16 (a copy for each product), else 0 (h and m count as state), or with pre-norm
-      f*S; pre-norm has one LayerNorm input less, for it is h; without memory, h adds f*T to c,
+      where c is w*(3*T + 2*M) in bfloat16, a copy for each product; otherwise f*S with pre-norm, the outputs of its
+      LayerNorm, or 0. A model without recurrence adds f*T, the layer's input; in a Transformer-XL it counts as state.
+      With pre-norm this input is the first LayerNorm's, so that f counts once, not twice,
     - scratch, the buffers of a backward pass: w*B * max(3*H*T*S, 2*T*F).
 
     Args:
@@ -80,7 +81,7 @@ def transformer_costs(
     _, masked_qkv = dropout_copies(model, model.dropout_qkv)
     scores = model.n_head * n_query * n_key if keeps_scores else 0
     inputs = low * (3 * n_query + 2 * n_memory) if low < full else full * n_key if model.pre_norm else 0
-    inputs += 0 if model.tells_distances else full * n_query  # with a memory, it counts as state
+    inputs += 0 if model.tells_distances else full * n_query  # the layer's input: otherwise state
     normed = full * (1 if model.pre_norm else 2) + low
     layer = (
         (inputs + (2 * masked * low + normed) * n_query) * model.d_model

@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 def linear(
     rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
 ) -> Float[Tensor, "*rows O"]:
-    """Compute `F.linear`; on a CPU for a few rows at the speed of memory, for many as fast as `products.linear`.
+    """Compute `F.linear`; on a CPU for a few rows at the speed of memory, for many by `many_rows`.
 
     A product of a few rows is bound by reading the weights, which the compiled library does at the speed of memory.
     Without the library, one row of float32 is multiplied by the weights as a batch of two halves: PyTorch's

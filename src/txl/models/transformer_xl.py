@@ -90,7 +90,10 @@ class RelativeMultiHeadAttention(nn.Module):
         Returns:
             LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
-        context, before = (self.norm(hidden), self.norm(memory)) if self.pre_norm else (hidden, memory)
+        context, before = hidden, memory
+        if self.pre_norm:
+            context = self.norm(hidden)
+            before = self.norm(memory) if memory.shape[1] else memory
         query, (key, value) = self.query(context), self.keys_and_values(context, before)  # of h, and of [SG(m) o h]
         u, v = self.biases(shared_biases)
         if isinstance(r, SegmentPhases):
@@ -301,12 +304,9 @@ class TransformerXL(FamilyModel[Memory]):
         layer_inputs = []
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
-            stopped = memory if state.differentiable else memory.detach()  # SG(m)
-            stopped = stopped.to(hidden.dtype)
-            if (
-                stopped.is_inference() and torch.is_grad_enabled()
-            ):  # autograd keeps no such tensor for the gradients of W_k and W_v
-                stopped = stopped.clone()
+            stopped = (memory if state.differentiable else memory.detach()).to(hidden.dtype)  # SG(m)
+            if stopped.is_inference() and torch.is_grad_enabled():
+                stopped = stopped.clone()  # autograd cannot keep a tensor of inference mode
             hidden = layer(hidden, stopped, r, shared_biases, scope)
         return hidden, state.after_hidden(layer_inputs)
 

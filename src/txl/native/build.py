@@ -23,7 +23,7 @@ from txl.files import usable_cache
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
 from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources
-from txl.processor import cpu_fields, cpu_flags
+from txl.processor import cpu_flags, cpu_lines
 
 _FLAGS = compiler_flags("-march=native")
 
@@ -138,6 +138,6 @@ def _processor() -> str:
 
     It is part of the library's name, since machines with different processors may share a home directory.
     """
-    fields = cpu_fields()
-    kept = [fields[name] for name in ("model name", "flags", "Features", "CPU part") if name in fields]
-    return "\n".join(kept) or f"{platform.machine()} {platform.processor()}"
+    kept = ("model name", "flags", "Features", "CPU part")
+    lines = sorted({line for line in cpu_lines() if line.startswith(kept)})
+    return "\n".join(lines) or f"{platform.machine()} {platform.processor()}"

@@ -60,8 +60,8 @@ def multiplies_bfloat16(device: str) -> bool:
 
 def _cpu_name() -> str:
     """Return the processor's name; on Linux also its vector instructions from AVX2 on."""
-    named = cpu_fields()
+    named, flags = cpu_fields(), cpu_flags()
     if not named:
         return platform.processor() or platform.machine()
-    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in cpu_flags()]
+    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
     return " ".join([named.get("model name", platform.machine()), *widest])
