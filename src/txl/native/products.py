@@ -30,7 +30,8 @@ def linear(
     """Compute `F.linear`, by oneDNN where that is faster; gradients too."""
     if not _serves(rows, weight, bias):
         return F.linear(rows, weight, bias)
-    product = _Product.apply(rows.reshape(-1, rows.shape[-1]), weight, bias)
+    flat = rows.reshape(-1, rows.shape[-1])
+    product = _Product.apply(flat, weight, bias) if torch.is_grad_enabled() else _product(flat, weight, bias)
     assert isinstance(product, Tensor)
     return product.view(*rows.shape[:-1], -1)
 
@@ -64,13 +65,17 @@ def onednn_is_faster() -> bool:
     )
 
 
+def _product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+
+
 class _Product(torch.autograd.Function):
     """rows W^T + b. The gradients are such products too, so they can be differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(rows, weight)
-        return torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+        return _product(rows, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
