@@ -96,6 +96,8 @@ def refused(capsys):
         (["demo", "--test-tokens", "40", "--eval.batch-size", "64"], "--test-tokens is 40"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "meta"], "--device meta cannot be used here"),
         (["train", "stdlib-tiny", "--out", "x", "--device", "hpu"], "--device hpu cannot be used here"),
+        (["train", "stdlib-tiny", "--out", "x", "--model.layer-norm-eps", "0"],
+         "model.layer_norm_eps is 0.0; expected a number above 0"),
         (["data", "info", "stdlib", "--unit", "bpe", "--vocab-size", "9" * 12], "data.vocab_size is 999999999999"),
         (["train", "stdlib-tiny", "--out", "x", "--train.seed", "9" * 30], "--train.seed is '999"),
         (["train", "stdlib-tiny", "--out", "x", "--train.learning-rate", "inf"], "learning_rate is inf"),

@@ -12,10 +12,31 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from txl.errors import UserError
+
 
 def runs_ahead(tensor: Tensor) -> bool:
     """Return whether reading a number of this tensor waits for a device: true on all devices but a CPU."""
     return tensor.device.type != "cpu"
+
+
+def usable_device(name: str | torch.device | None) -> str:
+    """Return the device to use: the named one, else a GPU if there is one, else the CPU.
+
+    Raises:
+        UserError: if the device cannot be used.
+    """
+    chosen = str(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.startswith("cpu:"):
+        chosen = "cpu"  # there is one
+    try:
+        torch.zeros(1, device=chosen).item()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        if "aten::" in reason:  # words for PyTorch's own developers
+            reason = "this PyTorch has no such device"
+        raise UserError(f"device {chosen} cannot be used here: {reason}") from None
+    return chosen
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:

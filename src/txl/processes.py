@@ -163,8 +163,13 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         timeout=_TIMEOUT,
     )
     with _lost_peers_named():
-        yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
-        dist.barrier()  # a process that leaves early looks like one that died
+        try:
+            yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
+            dist.barrier()  # a process that leaves early looks like one that died
+        except BaseException:
+            if not device.startswith("cuda"):  # NCCL might wait for a process that has died
+                dist.destroy_process_group()
+            raise
     dist.destroy_process_group()
 
 

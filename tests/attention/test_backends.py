@@ -20,7 +20,7 @@ from txl.cli import main
 from txl.config import AttentionName, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.native.build import why_not
+from txl.native.build import compiled_code, why_not
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 """A configuration that the factorised form supports."""
@@ -38,6 +38,16 @@ def test_auto_and_fastest_find_one_for_every_model(model, device):
         is_fast = choice == "fastest" and device in (None, "cpu") and why_not() is None
         assert found.name == ("compiled" if is_fast else "shifted")
         assert found.refusal(model, device) is None
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
+def test_compiled_attention_is_refused_where_compiled_code_is_forbidden():
+    compiled = dataclasses.replace(PLAIN, attention="compiled")
+    with compiled_code(False):
+        assert attention_backend(dataclasses.replace(PLAIN, attention="fastest"), "cpu").name == "shifted"
+        with pytest.raises(UserError, match=r"needs the compiled library \(`compiled_code\(False\)` forbids it\)"):
+            attention_backend(compiled, "cpu")
+    assert attention_backend(compiled, "cpu").name == "compiled"
 
 
 def test_auto_takes_what_was_measured_on_the_gpu_and_says_where_nothing_was(monkeypatch):

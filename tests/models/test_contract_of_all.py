@@ -85,6 +85,9 @@ def test_a_state_says_how_far_it_sees_and_survives_as_tensors(model):
         copy = each.state_from_tensors(state.to_tensors())
         assert torch.equal(each.nll(tokens, targets, copy)[0], each.nll(tokens, targets, state)[0])
         assert copy.filled_with_noise().batch_size == B
+        with torch.no_grad():
+            _, state = each.nll(tokens, targets, each.init_state(B))
+            assert each.nll(tokens, targets, state.filled_with_noise())[0].isfinite().all()
 
 
 def test_a_model_without_hidden_states_says_so(model):

@@ -225,6 +225,8 @@ def test_bfloat16_is_near():
             again, _ = model.nll(text(), text(), state)
         assert near.dtype == again.dtype == torch.float32
         torch.testing.assert_close(near, exact, rtol=0.05, atol=0.05)
+        after, _ = model.nll(text(), text(), state)  # a state of autocast outside of it
+        torch.testing.assert_close(after, again, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("weight_drop", [0.0, 0.4])

@@ -134,6 +134,12 @@ def test_a_view_shares_weights_and_hooks_and_has_a_mode_and_attributes_of_its_ow
     assert {each.dtype for each in narrow.parameters()} == {torch.bfloat16}
     assert narrow.tied.weight is narrow.extra.weight
     assert model.u.dtype == torch.float32
+    lstm = made(LSTM)
+    converted = evaluation_view(lstm, torch.float64)
+    tokens = torch.from_numpy(IDS)[None]
+    losses = [each.nll(tokens[:, :-1], tokens[:, 1:], each.init_state(1))[0] for each in (lstm.eval(), converted)]
+    assert losses[1].dtype == torch.float64
+    torch.testing.assert_close(*losses, check_dtype=False)
     model.extra.weight = nn.Parameter(torch.zeros(3, 3))
     assert view.extra.weight is model.extra.weight
     view.layers[0].attention.attend = None

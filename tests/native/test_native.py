@@ -150,9 +150,6 @@ def test_changes_of_the_model_in_the_middle_of_a_stream_are_noticed(change):
             inner.weight.mul_(2)
         else:
             model.float()
-            state = state.from_tensors(
-                {name: each.float() if each.is_floating_point() else each for name, each in state.to_tensors().items()}
-            )
         found, _ = read(model, tokens[:, 9:], state)
         with compiled_code(False):
             expected, _ = read(model, tokens[:, 9:], state)

@@ -139,6 +139,18 @@ def test_a_run_that_came_to_nothing_does_not_end_as_if_it_were_done(evaluated, s
         assert status.startswith("finished, but the model is of no use: the last")
 
 
+def test_a_good_model_is_of_use_if_its_last_update_was_skipped(story, data_dir, tmp_path, monkeypatch):
+    run = small_run(str(story), **{"train.eval_every": "0"})
+    with monkeypatch.context() as patch:
+        spoil_gradients(patch, {12})
+        assert train(run, tmp_path / "run", data_dir)["step"] == 12
+    spoil_gradients(monkeypatch, set(range(1, 13)))
+    with pytest.raises(TrainingDiverged, match=r"the last loss is nan nats \(updates skipped: 12\)"):
+        train(
+            small_run(str(story), **{"train.eval_every": "0", "train.max_skipped": "20"}), tmp_path / "lost", data_dir
+        )
+
+
 def test_no_use_is_told_by_the_loss():
     assert uselessness(5.6, 5.55, 256) is None  # hardly trained
     assert uselessness(11.0, 5.55, 256) is None

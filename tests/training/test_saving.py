@@ -77,8 +77,12 @@ def test_a_log_that_cannot_be_written_need_not_end_a_run(story, data_dir, tmp_pa
     assert (tmp_path / "run" / "latest").read_text() == "step-00000012\n"
 
 
-def test_training_does_not_wait_for_the_disk(story, data_dir, tmp_path, monkeypatch):
-    """Steps continue while a slow disk writes a checkpoint, and the checkpoint holds the state of its own step."""
+@pytest.mark.parametrize("evaluated", ["0", "4"])
+def test_training_does_not_wait_for_the_disk(evaluated, story, data_dir, tmp_path, monkeypatch):
+    """Steps continue while a slow disk writes a checkpoint, and the checkpoint holds the state of its own step.
+
+    This holds too if the checkpoint is due after an evaluation that has just saved it as the best.
+    """
     real, began, written = saver.write_checkpoint, {}, {}
 
     def slow(folder, step, contents):
@@ -96,7 +100,7 @@ def test_training_does_not_wait_for_the_disk(story, data_dir, tmp_path, monkeypa
 
     monkeypatch.setattr(saver, "write_checkpoint", slow)
     monkeypatch.setattr(loop_module, "training_step", timed)
-    options = {"train.eval_every": "0", "train.checkpoint_every": "4"}
+    options = {"train.eval_every": evaluated, "train.checkpoint_every": "4"}
     train(small_run(str(story), **options), tmp_path / "run", data_dir)
     assert any(began[4] < moment < written[4] for moment in steps)
     monkeypatch.undo()

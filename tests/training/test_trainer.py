@@ -404,3 +404,16 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tm
     assert again.returncode == 0
     assert "going on from step" in again.stderr
     assert (out / "latest").read_text() == "step-00000200\n"
+
+
+def test_the_log_names_the_dtype_of_validation(story, data_dir, tmp_path):
+    for dtype in ("float64", "float32", "bfloat16"):
+        train(small_run(str(story), **{"train.dtype": dtype, "train.eval_every": "12"}), tmp_path / dtype, data_dir)
+        valid = [each for each in RunDirectory(tmp_path / dtype).events() if each["event"] == "valid"]
+        assert [each["dtype"] for each in valid] == [dtype]
+
+
+def test_a_device_that_cannot_be_used_is_refused(story, data_dir, tmp_path):
+    assert Trainer(small_run(str(story)), tmp_path / "run", device="cpu:0", data_dir=data_dir).device == "cpu"
+    with pytest.raises(UserError, match="device meta cannot be used here: "):
+        Trainer(small_run(str(story)), tmp_path / "run", device="meta", data_dir=data_dir)

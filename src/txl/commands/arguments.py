@@ -64,18 +64,14 @@ def pick_device(name: str | None) -> str:
     """Return the device to use: the named one, else a GPU if there is one, else the CPU."""
     import torch
 
-    chosen = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.startswith("cpu:"):
-        chosen = "cpu"  # there is one
+    from txl.devices import usable_device
+
     try:
-        torch.zeros(1, device=chosen).item()
-        if chosen.startswith("cuda:"):
-            torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        if "aten::" in reason:  # words for PyTorch's own developers
-            reason = "this PyTorch has no such device"
-        raise UserError(f"--device {chosen} cannot be used here: {reason}; use --device cpu") from None
+        chosen = usable_device(name)
+    except UserError as error:
+        raise UserError(f"--{error}; use --device cpu") from None
+    if chosen.startswith("cuda:"):
+        torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too
     return chosen
 

@@ -26,7 +26,7 @@ ENCODING_HELP = (
 )
 LENGTHS = ("mem_len", "window", "clamp_len")
 """Names of the settings of a memory that consists of positions."""
-rate = functools.partial(setting, at_least=0, below=1)
+rate = functools.partial(setting, at_least=0, below=1, drops=True)
 """Field for a dropout rate; arguments as for `setting`."""
 shaping = functools.partial(setting, changes_weights=True)
 """Field whose value determines the meaning of the weights; arguments as for `setting`."""
@@ -75,7 +75,7 @@ class ModelConfig(ABC):
         None, "mixture of softmaxes: dropout on each softmax's own hidden states; none: the same as dropout"
     )
     locked_dropout: bool = setting(
-        False, "one dropout mask for all positions of a segment (variational), except on attention probabilities"
+        False, "one dropout mask for all positions of a segment (variational), except for dropatt and dropout_tail"
     )
     init_std: float = setting(0.02, "standard deviation of the initial weights", at_least=0)
     proj_init_std: float = setting(0.01, "standard deviation of the initial embedding projections", at_least=0)
@@ -136,8 +136,8 @@ class ModelConfig(ABC):
 
     @property
     def has_dropout(self) -> bool:
-        """True if the layers have dropout, inside or after them."""
-        return self.dropout > 0
+        """True if any rate of dropout is above 0."""
+        return any(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata.get("drops"))
 
     @property
     def score_terms(self) -> str:
@@ -332,7 +332,7 @@ class TransformerConfig(ModelConfig):
     dropout_qkv: float = rate(0.0, "dropout on queries, keys, values and the projected R")
     dropout_inner: float | None = rate(None, "dropout after the feed-forward's ReLU; none: the same as dropout")
     pre_norm: bool = shaping(False, "LayerNorm before each sub-layer instead of after it")
-    layer_norm_eps: float = shaping(1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", at_least=0)
+    layer_norm_eps: float = shaping(1e-5, "epsilon of all norms (the authors' TensorFlow code: 1e-12)", above=0)
     init: Literal["normal", "xavier", "induction"] = setting(
         "normal",
         "initial weights. normal: as in the authors' code; xavier: as in Baevski and Auli's code; induction: normal, "
@@ -350,11 +350,6 @@ class TransformerConfig(ModelConfig):
     def first_weights(self) -> str:
         """The value of `init`."""
         return self.init
-
-    @property
-    def has_dropout(self) -> bool:
-        """See `ModelConfig.has_dropout`."""
-        return self.dropout > 0 or self.dropatt > 0
 
     def validate(self) -> None:
         """See `ModelConfig.validate`."""

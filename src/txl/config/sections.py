@@ -262,7 +262,12 @@ class TrainConfig:
         False, "record whole steps as a CUDA graph once the memory is full; needs an NVIDIA GPU", may_change=True
     )
     tf32: bool = setting(False, "compute a GPU's float32 matrix products in TF32, whose factors have 10 bits")
-    seed: int = setting(1, "seed of weights, dropout and emptied lanes", at_least=0, at_most=LARGEST)
+    seed: int = setting(
+        1,
+        "seed of weights, dropout, emptied lanes, random segment lengths and the order of sentences",
+        at_least=0,
+        at_most=LARGEST,
+    )
     log_every: int = setting(100, "steps between lines of the log", at_least=1, may_change=True)
     eval_every: int = setting(
         4000, "steps between evaluations on the validation split; 0: never", at_least=0, may_change=True

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from numpy.typing import ArrayLike
-from torch import Tensor
+from torch import Tensor, nn
 
 from txl.config import Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
@@ -226,7 +226,7 @@ def evaluate(
         segment=segment,
         batch_size=batch_size,
         exhaustive=exhaustive,
-        dtype=dtype,
+        dtype=arithmetic(model, dtype),
         temperature=temperature,
         **asdict(lengths),
         **counted,
@@ -293,6 +293,11 @@ def evaluation_mode(model: ModuleT, dtype: str = "float32") -> Iterator[ModuleT]
     device = next(model.parameters()).device
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         yield evaluation_view(model)
+
+
+def arithmetic(model: nn.Module, dtype: str) -> str:
+    """Return the dtype of a model's products for `evaluation_mode`: bfloat16 in autocast, else that of the weights."""
+    return dtype if dtype == "bfloat16" else str(next(model.parameters()).dtype).removeprefix("torch.")
 
 
 def check_ids(ids: Tensor, vocab_size: int) -> None:

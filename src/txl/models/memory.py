@@ -234,7 +234,8 @@ class Memory:
     def filled_with_noise(self) -> Memory:
         """Return a memory of `capacity` positions with random numbers; see `State.filled_with_noise`."""
         shape = (self.batch_size, self.capacity, self.hidden[0].shape[-1])
-        return replace(self, hidden=tuple(torch.randn(shape).to(old) for old in self.hidden), filled=None)
+        hidden = tuple(torch.randn(shape).to(old) for old in self.hidden)
+        return replace(self, hidden=hidden, filled=None, projections=None, filled_tensor=None)
 
     def detach(self) -> Memory:
         """Return the memory, detached from the graph that computed it; the memory itself unless `differentiable`."""

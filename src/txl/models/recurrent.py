@@ -210,7 +210,7 @@ class LSTMLayer(nn.Module):
             with torch.autocast(kind, enabled=False):
                 precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
                 return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
-        before = (state[0][None], state[1][None])
+        hidden, cell = (each.to(inputs.dtype)[None] for each in state)  # autocast may have begun or ended since
         if self.training and self.weight_drop > 0:
             # Look weights up by name: `torch.func.functional_call` may have replaced the parameters.
             weights = [cast(Tensor, getattr(self.lstm, name)) for name in self.lstm._flat_weights_names]
@@ -219,9 +219,9 @@ class LSTMLayer(nn.Module):
             with warnings.catch_warnings() if inputs.is_cuda else nullcontext():
                 if inputs.is_cuda:
                     warnings.filterwarnings("ignore", "RNN module weights are not part of single contiguous chunk")
-                outputs, hidden, cell = torch.lstm(inputs, before, weights, True, 1, 0.0, True, False, True)
+                outputs, hidden, cell = torch.lstm(inputs, (hidden, cell), weights, True, 1, 0.0, True, False, True)
         else:
-            outputs, (hidden, cell) = self.lstm(inputs, before)
+            outputs, (hidden, cell) = self.lstm(inputs, (hidden, cell))
         return outputs, (hidden[0], cell[0])
 
     def extra_repr(self) -> str:

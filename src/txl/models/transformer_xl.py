@@ -398,9 +398,10 @@ class TransformerXL(FamilyModel[Memory]):
                 return None
         if held is None or held.structure is not structure or held.autocast != autocast:
             attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
+            memories = (memory.to(hidden.dtype) for memory in state.hidden)  # the model's dtype may have changed
             both = [
                 attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
-                for attention, memory in zip(attentions, state.hidden, strict=True)
+                for attention, memory in zip(attentions, memories, strict=True)
             ]
             keys, values = (tuple(each.permute(2, 0, 1, 3) for each in kind) for kind in zip(*both, strict=True))
             held = Projections(structure, autocast, keys, values, ())

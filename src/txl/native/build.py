@@ -65,8 +65,8 @@ def _say(reason: str) -> None:
 
 
 def why_not() -> str | None:
-    """Return why the library is not available; None if it is."""
-    return _load()[1]
+    """Return why the library is not available here; None if it is."""
+    return _load()[1] if is_wanted() else "`compiled_code(False)` forbids it"
 
 
 def identity() -> dict[str, str]:

@@ -31,6 +31,8 @@ def skip_update(
     counters, train, processes = state.counters, setup.run.train, setup.trained.processes
     counters.skipped += 1
     counters.skipped_in_a_row += 1
+    if not math.isfinite(result.loss):
+        counters.last_loss = None
     if processes.any(not all(is_finite(memory) for memory in state.memory)):
         state.memory = setup.empty_memory()
     fields = {
@@ -70,13 +72,14 @@ def check_end(state: TrainingState, setup: TrainingSetup) -> None:
     if setup.run.train.eval_every and counters.validation_losses:
         name, loss = "validation loss", counters.validation_losses[-1]
     else:
-        name, loss = "loss", math.nan if counters.skipped_in_a_row else counters.last_loss
+        is_lost = counters.last_loss is None and counters.skipped_in_a_row > 0
+        name, loss = "loss", math.nan if is_lost else counters.last_loss
     reason = uselessness(loss, counters.first_loss, state.model.vocab_size)
     if reason is None:
         return
     reason = f"the last {name} is {reason}"
     setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, diverged=reason)
-    skipped = f" ({counters.skipped:,} updates were skipped)" if counters.skipped else ""
+    skipped = f" (updates skipped: {counters.skipped:,})" if counters.skipped else ""
     raise TrainingDiverged(
         f"step {counters.step} of {setup.run.train.steps}: training diverged, the model in {setup.directory.path} is "
         f"of no use: {reason}{skipped}; start anew with another --out, and {REMEDY}"

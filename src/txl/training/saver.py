@@ -60,6 +60,8 @@ class CheckpointSaver:
             UserError: if a checkpoint cannot be written and either is required or `train.on_save_error` is "stop".
         """
         step, counters = state.counters.step, state.counters
+        if not required and not self._setup.trained.processes.any(self.saved_step != step):
+            return  # do not wait for the thread that writes this step
         self.finish(state)
         # All processes save or none: a process does not notice that another one could not write the last checkpoint.
         if self._setup.trained.processes.any(self.saved_step != step):

@@ -93,8 +93,9 @@ class Counters:
     """Number of times that the run went back to a checkpoint because of a spike of the loss."""
     watch: LossWatch = field(default_factory=LossWatch)
     first_loss: float | None = None
-    """Loss of the first update that was not skipped, in nats per target; `last_loss` is that of the last one."""
+    """Loss of the first update that was not skipped, in nats per target; None before it."""
     last_loss: float | None = None
+    """Loss of the last update that was not skipped, in nats per target; None after a loss that was not finite."""
     last_norm: float | None = None
     """Norm of the last update's gradient before clipping; skipped updates do not count."""
 

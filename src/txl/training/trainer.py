@@ -19,7 +19,7 @@ import torch
 from txl.config import ModelConfig, RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
-from txl.devices import float32_products, seed_generators
+from txl.devices import float32_products, seed_generators, usable_device
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models.language_model import Objective
@@ -84,7 +84,7 @@ class Trainer:
         self.run.data = with_absolute_paths(self.run.data)
         self.extend = extend
         self.directory = RunDirectory(out)
-        self.device = str(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = usable_device(device)
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
         goes_on = self.directory.newest() is not None
         begun = self._model_begun_with() if goes_on else self.run.model
