@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import platform
 import secrets
 import stat
 import sys
@@ -38,7 +39,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if path.is_symlink():
         path = path.resolve()
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    temporary = path.with_name(f"{path.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield temporary
         if path.exists():
@@ -49,6 +50,15 @@ def replacing(path: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def absolute(path: str) -> str:
+    """Return the absolute path; `..` behind a link leads to the parent of what the link names, as in the system."""
+    parts = Path(path).parts
+    if ".." not in parts:
+        return os.path.abspath(path)
+    last = len(parts) - parts[::-1].index("..")
+    return os.path.join(os.path.realpath(os.path.join(*parts[:last])), *parts[last:])
 
 
 def check_utf8(out: Path) -> None:
@@ -77,15 +87,24 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_partials(path: Path) -> list[Path]:
-    """Remove the temporary files of `replacing` that killed processes left beside `path`, and return their paths."""
+    """Remove the temporary files of `replacing` that killed processes of this machine left beside `path`.
+
+    Returns:
+        Paths of the removed files.
+    """
     removed = []
-    for left in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
-        process = left.name[len(path.name) + 1 : -len(".partial")]
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{_machine()}-*-*.partial"):
+        process = left.name[len(path.name) + 1 :].split("-")[1]
         if process.isdecimal() and not _runs(int(process)):
             with suppress(OSError):
                 left.unlink()
                 removed.append(left)
     return removed
+
+
+def _machine() -> str:
+    """Return digits that name this machine or container; others may write to the same folder."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 def _runs(process: int) -> bool:

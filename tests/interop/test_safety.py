@@ -99,6 +99,14 @@ def programs(tmp_path: Path) -> dict[str, bytes]:
         "extension registry": b"\x80\x02\x82\x01.",
         "BUILD of a class": b"\x80\x02ccollections\nOrderedDict\n}X\x01\x00\x00\x00aK\x01sb.",
         "persistent id": b"\x80\x02X\x01\x00\x00\x00aQ.",
+        "key whose hash overflows the stack": b"\x80\x02})" + b"\x85" * 400_000 + b"Ns.",
+        "key whose hash never ends": b"\x80\x02})" + b"2\x86" * 60 + b"Ns.",
+        "several such keys": b"\x80\x02}(NN)" + b"2\x86" * 60 + b"Nu.",
+        "a dictionary of such a key": b"\x80\x02()" + b"2\x86" * 60 + b"Nd.",
+        "an OrderedDict of such a key": b"\x80\x02ccollections\nOrderedDict\n])" + b"2\x86" * 60 + b"N\x86a\x85R.",
+        "a set of such an element": b"\x80\x04cbuiltins\nset\n])" + b"2\x86" * 60 + b"a\x85R.",
+        "elements added to a set": b"\x80\x04\x8f()" + b"2\x86" * 60 + b"\x90.",
+        "a frozenset of such an element": b"\x80\x04()" + b"2\x86" * 60 + b"\x91.",
     }
 
 

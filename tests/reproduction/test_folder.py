@@ -129,8 +129,10 @@ def test_the_papers_threshold_is_judged_of_its_own_corpus_alone():
     definition = definitions()["table2"]
     values = {row.key: {"quality": [0.5, 0.51]} for row in definition.rows}
 
-    def threshold(corpus):
-        outcome = Outcome(definition, PAPER, 2, corpus, "byte", [], values)
+    def threshold(corpus, scale=PAPER, changed_text=()):
+        outcome = Outcome(definition, scale, 2, corpus, "byte", [], values, changed_text=changed_text)
         return next(verdict.outcome for claim, verdict in outcome.verdicts() if claim.key == "C1, threshold")
 
     assert (threshold("enwik8"), threshold("other.txt")) == ("holds", "not judged")
+    assert threshold("enwik8", PAPER.with_eval_tokens(2000)) == "not judged"
+    assert threshold("enwik8", changed_text=("whole has 5 bytes",)) == "not judged"

@@ -127,7 +127,7 @@ def run(arguments: argparse.Namespace) -> None:
         definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse=reuse, so_far=arguments.so_far
     )
     rows = experiment.run()
-    outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows)
+    outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows, experiment.changed_text)
     record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(out, device))
     if arguments.json:
         print_json(record)

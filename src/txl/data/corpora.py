@@ -24,7 +24,7 @@ from txl.data.standard_library import stdlib_files, stdlib_pieces
 from txl.data.user_text import find_files, refuse_archives, user_pieces
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
-from txl.files import JsonObject, refuse_file, usable_cache
+from txl.files import JsonObject, absolute, refuse_file, usable_cache
 
 __all__ = [
     "Corpus",
@@ -204,7 +204,7 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
     """Return a copy of the data settings with absolute paths, which are valid in every working directory."""
-    source = None if data.source is None else os.path.abspath(os.path.expanduser(data.source))
+    source = None if data.source is None else absolute(os.path.expanduser(data.source))
     return dataclasses.replace(data, corpus=absolute_path(data.corpus), source=source)
 
 
@@ -221,7 +221,7 @@ def absolute_path(corpus: str) -> str:
         except UserError:
             return corpus  # an unknown name: error messages quote it as typed
     if os.path.exists(corpus) or not glob.has_magic(corpus):
-        return os.path.abspath(corpus)
+        return absolute(corpus)
     return os.path.normpath(os.path.join(glob.escape(os.getcwd()), corpus))
 
 

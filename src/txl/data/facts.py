@@ -48,14 +48,14 @@ def text_facts(corpus: str) -> TextFacts:
     compressor = zstandard.ZstdCompressor(
         compression_params=zstandard.ZstdCompressionParameters.from_level(3, enable_ldm=True, window_log=_FAR)
     ).compressobj()
-    decoder, is_text = codecs.getincrementaldecoder("utf-8")(), True
+    is_text = True
     looked_at = compressed = 0
     characters: set[str] = set()
-    for block in _first_blocks(pieces):
+    for decoder, block, ends in _first_blocks(pieces):
         looked_at += len(block)
         compressed += len(compressor.compress(block))
         try:
-            text = decoder.decode(block) if is_text else ""
+            text = decoder.decode(block, final=ends) if is_text else ""
         except UnicodeDecodeError:
             is_text, text = False, ""
         characters.update(text)
@@ -72,12 +72,17 @@ def _size(piece: Piece) -> int:
     return sum(map(len, piece.blocks())) if piece.size is None else piece.size
 
 
-def _first_blocks(pieces: Iterable[Piece]) -> Iterator[bytes]:
-    """Yield blocks up to the limit, which is counted in bytes because small files yield small blocks."""
+def _first_blocks(pieces: Iterable[Piece]) -> Iterator[tuple[codecs.IncrementalDecoder, bytes, bool]]:
+    """Yield blocks up to the limit, each with the decoder of its piece, and True for an empty block after the last one.
+
+    The limit is counted in bytes, because small files yield small blocks.
+    """
     left = _LOOKED_AT * BLOCK
     for piece in pieces:
+        decoder = codecs.getincrementaldecoder("utf-8")()
         for block in piece.blocks():
-            yield block
+            yield decoder, block, False
             left -= len(block)
             if left <= 0:
                 return
+        yield decoder, b"", True

@@ -119,7 +119,11 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
     with TemporaryDirectory(prefix=f".{benchmark.name}.partial-", dir=scratch) as folder:
         for archive in archives:
             unpack(archive, Path(folder), lambda name: _is_wanted(benchmark, name))
-        parts |= {part: paths for part, paths in _find(benchmark, Path(folder)).items() if part not in parts}
+        unpacked = _find(benchmark, Path(folder))
+        if _missing(benchmark, unpacked) is None:
+            parts = unpacked  # a file beside a complete archive may be of another text
+        else:
+            parts |= {part: paths for part, paths in unpacked.items() if part not in parts}
         _require(benchmark, source, parts)
         yield parts
 

@@ -231,7 +231,7 @@ def cut_down_by(config: DataConfig) -> list[str]:
 def read_words(path: Path, boundary: str) -> WordVocabulary:
     """Read One Billion Word's vocabulary file: one word per line, optionally followed by a count."""
     try:
-        lines = b"".join(Piece(path).blocks()).decode("utf-8").splitlines()
+        lines = b"".join(Piece(path).blocks()).decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 (at offset {error.start}); expected a vocabulary, a word a line") from None
     words = list(dict.fromkeys(line.split()[0] for line in lines if line.strip()))

@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
 import safetensors.torch
-from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
@@ -35,9 +30,10 @@ from txl.data.vocabulary import (
 )
 from txl.data.words import JOINER, joining_rules
 from txl.errors import UserError
-from txl.files import JsonObject, check_new_directory, follow_umask, make_scratch, reason_of
+from txl.files import JsonObject, check_new_directory, follow_umask
 from txl.interop.conversion import FREE, floating
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
+from txl.interop.new_directory import write_directory
 from txl.interop.source import window_after
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, read_tensors, verify_belongs
@@ -76,43 +72,7 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     verify_belongs(chosen, asdict(run.model), path / "vocabulary.json")
     weights, vocabulary = read_tensors(chosen, MODEL_FILE), directory.vocabulary()
     fill = _fill_huggingface if kind == "huggingface" else _fill_safetensors
-    return _written(out, lambda folder: fill(folder, run, weights, vocabulary))
-
-
-def _written(out: Path, fill: Callable[[Path], list[str]]) -> list[str]:
-    """Fill a temporary directory beside `out` and rename it; if `out` exists, inside it, and move the files.
-
-    An existing `out` is kept, as a process may work in it, or another file system may be mounted there.
-    """
-    out = Path(os.path.abspath(out))
-    temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
-    moved: list[Path] = []
-    try:
-        exists = out.is_dir()
-        if not exists:
-            out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = make_scratch(out if exists else out.parent, out.name)
-        notes = fill(temporary)
-        if exists:
-            for each in sorted(temporary.iterdir()):
-                os.rename(each, out / each.name)
-                moved.append(out / each.name)
-        else:
-            os.rename(temporary, out)
-        return notes
-    except (OSError, SafetensorError) as error:
-        for each in moved:
-            each.unlink(missing_ok=True)
-        raise UserError(
-            f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
-        ) from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if not out.exists():
-            for each in made:
-                with suppress(OSError):
-                    each.rmdir()
+    return write_directory(out, lambda folder: fill(folder, run, weights, vocabulary))
 
 
 def _tested(run: RunConfig) -> JsonObject:

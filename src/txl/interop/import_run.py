@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -17,6 +15,7 @@ from txl.files import JsonObject, check_new_directory
 from txl.interop.conversion import converted
 from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
 from txl.interop.huggingface_checkpoint import is_huggingface, read_huggingface
+from txl.interop.new_directory import write_directory
 from txl.interop.original import source_of
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
@@ -100,7 +99,7 @@ def import_run(
     with torch.device("meta"):
         network = build_model(run.model, n_token)
     load_weights(network, weights, str(path), assign=True)  # requires every tensor, with the right shape
-    _write(RunDirectory(out), run, vocabulary, network.state_dict(), source)
+    write_directory(out, lambda folder: _fill(RunDirectory(folder), run, vocabulary, network.state_dict(), source))
     notes = list(source.notes)
     if vocabulary is None:
         notes.append("no vocabulary: text cannot be read or printed until --vocabulary FILE gives one")
@@ -120,38 +119,21 @@ def _configuration(
     return run
 
 
-def _write(
+def _fill(
     directory: RunDirectory, run: RunConfig, vocabulary: Vocabulary | None, weights: JsonObject, source: Source
 ) -> None:
-    missing = [each for each in (directory.path, *directory.path.parents) if not each.exists()]
-    try:
-        try:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {directory.path}: {error.strerror}; give a directory that can be written") from None
-        if vocabulary is not None:
-            directory.write_vocabulary(vocabulary)
-        belongs = weights_identity(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
-        contents = Contents(weights, {}, {"imported_from": source.kind}, belongs)
-        written = write_checkpoint(directory.checkpoints, 0, contents)
-        directory.set_pointer("latest", written.name)
-        directory.append(
-            EventName.IMPORT,
-            0,
-            source=source.kind,
-            config=run.to_dict(),
-            total_parameters=sum(tensor.numel() for tensor in weights.values()),
-            command=sys.argv,
-        )
-        directory.write_config(run)
-    except BaseException:
-        if missing:
-            shutil.rmtree(directory.path, ignore_errors=True)
-            for each in missing[1:]:  # removes only parents that are empty
-                with suppress(OSError):
-                    each.rmdir()
-        else:
-            for each in directory.path.iterdir():
-                with suppress(OSError):
-                    shutil.rmtree(each) if each.is_dir() else each.unlink()
-        raise
+    if vocabulary is not None:
+        directory.write_vocabulary(vocabulary)
+    belongs = weights_identity(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
+    contents = Contents(weights, {}, {"imported_from": source.kind}, belongs)
+    written = write_checkpoint(directory.checkpoints, 0, contents)
+    directory.set_pointer("latest", written.name)
+    directory.append(
+        EventName.IMPORT,
+        0,
+        source=source.kind,
+        config=run.to_dict(),
+        total_parameters=sum(tensor.numel() for tensor in weights.values()),
+        command=sys.argv,
+    )
+    directory.write_config(run)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, ClassVar
 
 STAND_IN_MODULES = (
@@ -78,17 +78,36 @@ def _encoded(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin1")
 
 
+def _check_hashed(values: Iterable[object]) -> None:
+    """Refuse keys and elements of sets that are nested: hashing them may never end, or overflow the stack."""
+    plain = (str, bytes, int, float, bool, type(None), StandIn)
+    for value in values:
+        if not all(isinstance(each, plain) for each in (value if isinstance(value, tuple) else (value,))):
+            raise UnsafePickle("it has a nested key, which no checkpoint needs")
+
+
 def _plain_dict(*args: Any) -> dict[object, object]:
     """Return a dict in place of an OrderedDict or Counter, from a list of pairs, from a mapping, or empty."""
-    return dict(*args) if args else {}
+    for pairs in args:
+        _check_hashed(pairs if isinstance(pairs, dict) else (key for key, _ in pairs))
+    return dict(*args)
+
+
+def _plain_set(elements: Iterable[object] = ()) -> set[object]:
+    _check_hashed(elements)
+    return set(elements)
+
+
+def _plain_frozenset(elements: Iterable[object] = ()) -> frozenset[object]:
+    return frozenset(_plain_set(elements))
 
 
 HARMLESS: Mapping[tuple[str, str], Callable[..., object]] = {
     ("collections", "OrderedDict"): _plain_dict,
     ("collections", "Counter"): _plain_dict,
-    ("builtins", "set"): set,
-    ("__builtin__", "set"): set,
-    ("builtins", "frozenset"): frozenset,
+    ("builtins", "set"): _plain_set,
+    ("__builtin__", "set"): _plain_set,
+    ("builtins", "frozenset"): _plain_frozenset,
     ("_codecs", "encode"): _encoded,
 }
 
@@ -155,9 +174,39 @@ class SafeUnpickler(_PurePython):
         elif not isinstance(target, dict):
             raise UnsafePickle(f"it sets attributes of a {type(target).__name__}")
 
+    def load_setitem(self) -> None:
+        """Execute SETITEM, with a checked key."""
+        _check_hashed(self.stack[-2:-1])
+        super().load_setitem()
+
+    def load_setitems(self) -> None:
+        """Execute SETITEMS, with checked keys."""
+        _check_hashed(self.stack[::2])  # the items since the mark
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        """Execute DICT, with checked keys."""
+        _check_hashed(self.stack[::2])
+        super().load_dict()
+
+    def load_additems(self) -> None:
+        """Execute ADDITEMS, with checked elements."""
+        _check_hashed(self.stack)
+        super().load_additems()
+
+    def load_frozenset(self) -> None:
+        """Execute FROZENSET, with checked elements."""
+        _check_hashed(self.stack)
+        super().load_frozenset()
+
     dispatch: ClassVar[dict[int, Callable[[SafeUnpickler], None]]] = {
         **_PurePython.dispatch,
         pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.DICT[0]: load_dict,
+        pickle.ADDITEMS[0]: load_additems,
+        pickle.FROZENSET[0]: load_frozenset,
     }
 
     def load(self) -> object:

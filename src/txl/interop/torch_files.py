@@ -207,6 +207,8 @@ def _named_storage(pid: object, storages: dict[str, _Storage]) -> _Storage:
     """Return the storage that a persistent id ("storage", kind, key, location, numel, ...) names."""
     if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageKind):
         raise UnsafePickle("it refers to data in an unknown way")
+    if not isinstance(pid[2], (str, int)):
+        raise UnsafePickle("a storage has no name")
     kind, key, numel = pid[1], str(pid[2]), pid[4]
     if type(numel) is not int or numel < 0:
         raise UnsafePickle(f"the storage {key} has no possible size")
@@ -241,7 +243,12 @@ def _read_stream(path: Path, size: int) -> object:
         view = pid[5] if isinstance(pid, tuple) and len(pid) > 5 else None
         if view is None:
             return storage
-        if not isinstance(view, tuple) or len(view) != 3 or not all(type(number) is int for number in view[1:]):
+        if (
+            not isinstance(view, tuple)
+            or len(view) != 3
+            or not isinstance(view[0], (str, int))
+            or not all(type(number) is int for number in view[1:])
+        ):
             raise UnsafePickle("a view of a storage in an unknown form")
         part = _Storage(f"{storage.key}/{view[0]}", storage.dtype, view[2])
         views.append((storage, part, view[1]))

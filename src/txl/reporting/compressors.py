@@ -29,10 +29,6 @@ class Compressed:
     lzma: int
     """xz preset 9 with its extra effort, the highest, as `xz -9e` writes it."""
 
-    def bits_per_byte(self, name: str) -> float:
-        """Return the bits per byte of text for "zlib", "bz2" or "lzma", including the header of the compressed file."""
-        return 8 * getattr(self, name) / self.text
-
 
 def compress(blocks: Iterable[bytes], limit: int | None = None) -> Compressed:
     """Return the compressed sizes of a text; memory use does not grow with the text beyond lzma's dictionary.

@@ -100,6 +100,8 @@ class Experiment:
     quiet: bool = False
     reuse: tuple[Path, ...] = ()
     so_far: bool = False
+    changed_text: tuple[str, ...] = field(default=(), init=False)
+    """Differences of the corpus from the published one; known once `run` has opened it."""
 
     def run(self) -> list[RowResult]:
         """Train and measure all rows that have no results yet; a failed row is reported, and the other rows still run.
@@ -125,7 +127,7 @@ class Experiment:
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, self._time)
         corpus = open_corpus(self.data.corpus, config=self.data, data_dir=self.data_dir, quiet=self.quiet)
-        identity = corpus.info()["identity"]
+        identity, self.changed_text = corpus.info()["identity"], tuple(corpus.info().get("differences", ()))
         folders, records = self._sources()
         for folder in folders:
             check_source(folder, self.scale, identity, self.definition.separate_sentences)

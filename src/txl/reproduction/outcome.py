@@ -47,6 +47,8 @@ class Outcome:
     """Values by row and measure, one per seed."""
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
     """Mean loss in nats by row and attention or context length, one value per seed."""
+    changed_text: tuple[str, ...] = ()
+    """Differences of our corpus from the published one."""
     gains: list[GroupGains] = field(default_factory=list)
     grids: dict[str, list[float]] = field(default_factory=dict)
     """Possible values by measure, for measures that are lengths."""
@@ -58,8 +60,9 @@ class Outcome:
 
     @property
     def compares_with_paper(self) -> bool:
-        """True if published models were trained on the paper's corpus, so that our numbers compare with the paper's."""
-        return self.scale.is_published and self.corpus == self.definition.corpus
+        """True if published models were trained on the paper's corpus and tested on its whole test split."""
+        is_the_papers = self.corpus == self.definition.corpus and not self.changed_text
+        return self.scale.is_published and is_the_papers and self.scale.eval_tokens is None
 
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """Return every claim of the table with its verdict; some scales judge no claims."""
@@ -76,8 +79,16 @@ class Outcome:
         ]
 
 
-def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: str, rows: list[RowResult]) -> Outcome:
-    """Return the outcome of a table from the measurements of its rows."""
+def gather(
+    definition: Definition,
+    scale: Scale,
+    seeds: int,
+    corpus: str,
+    unit: str,
+    rows: list[RowResult],
+    changed_text: Sequence[str] = (),
+) -> Outcome:
+    """Return the outcome of a table from the measurements of its rows; arguments as for `Outcome`."""
     values: dict[str, dict[str, list[float]]] = {}
     curves: dict[str, dict[int, list[float]]] = {}
     for result in rows:
@@ -98,7 +109,7 @@ def gather(definition: Definition, scale: Scale, seeds: int, corpus: str, unit: 
         grids["attention"] = lengths
     if definition.kind == "context":
         grids = {f"r = {r:.1f}": lengths for r in FRACTIONS}
-    return Outcome(definition, scale, seeds, corpus, unit, rows, values, curves, gains, grids)
+    return Outcome(definition, scale, seeds, corpus, unit, rows, values, curves, tuple(changed_text), gains, grids)
 
 
 def _effective_contexts(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds
 
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
 """Files that a start may leave behind if it failed before config.json was written."""
-_BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.\d+\.partial")
+_BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.[0-9a-f-]+\.partial")
 """Names of files that a killed start was writing."""
 
 _LISTED = 6
