@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Generator
 from typing import Any, cast
@@ -14,7 +15,7 @@ import txl
 from txl.config import TransformerXLConfig
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.generation.sampling import chances
+from txl.generation.sampling import chances, permitted
 from txl.generation.text import Sampling, StopStrings, generate, generate_samples, generate_tokens
 from txl.models import build_model
 from txl.models.language_model import LanguageModel
@@ -91,7 +92,9 @@ def test_dropout_is_off_and_the_mode_is_put_back_even_if_the_caller_stops_early(
 
 def draws(sampling: Sampling, probabilities: list[float], n: int = 2000) -> np.ndarray:
     log_probs = torch.tensor([probabilities]).log()
-    drawn = sampling.draw(log_probs.expand(n, -1), chances(torch.zeros(n, dtype=torch.int64), torch.arange(n))).tolist()
+    allowed, obstacles = permitted(log_probs)
+    assert not obstacles.any()
+    drawn = sampling.pick(allowed.expand(n, -1), chances(torch.zeros(n, dtype=torch.int64), torch.arange(n)))
     return np.bincount(drawn, minlength=len(probabilities)) / n
 
 
@@ -175,8 +178,10 @@ def test_several_samples_end_when_all_have_met_a_stop_string(model):
 
 def test_no_temperature_is_too_low_and_damaged_weights_are_named(model):
     assert text(model, temperature=1e-300) == text(model, temperature=0)
+    damaged = copy.deepcopy(model)
+    next(damaged.parameters()).data.fill_(torch.nan)
     with pytest.raises(UserError, match="not numbers; its weights are damaged"):
-        Sampling().draw(torch.full((1, 5), torch.nan), torch.zeros(1, dtype=torch.float64))
+        text(damaged)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import txl
 SOURCE = Path(txl.__file__).parent
 
 ORDER = (
-    ("errors", "units", "allocator", "devices", "processor"),
-    ("files",),
+    ("errors", "units", "allocator", "processor"),
+    ("devices", "files"),
     ("native",),
     ("config", "processes"),
     ("data",),

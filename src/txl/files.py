@@ -63,14 +63,21 @@ def absolute(path: str) -> str:
 
 def check_utf8(out: Path) -> None:
     """Refuse a path of `--out` that is not UTF-8: the safetensors library writes there, but does not read from it."""
-    try:
-        str(out).encode()
-    except UnicodeEncodeError:
+    if not is_utf8(str(out)):
         shown = str(out).encode(errors="replace").decode()
         raise UserError(
             f"--out {shown}: the path is not valid UTF-8, and tensors could not be read from it again; give another "
             f"directory"
-        ) from None
+        )
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a word of the command line was valid UTF-8; Python keeps other bytes as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def check_new_directory(out: Path) -> None:

@@ -58,7 +58,7 @@ class Running:
     def is_empty(self) -> bool:
         """Return True if no text is being read or generated and no request waits."""
         scheduler = self.service.scheduler
-        return not (self.service.engine.streams or scheduler.queued or scheduler._busy())
+        return not (self.service.engine.streams or scheduler._queued or scheduler._busy())
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 
@@ -229,6 +230,52 @@ def test_who_does_not_take_the_answer_is_cut_off(locked):
         wait_for(lambda: locked.service.engine.streams)
         wait_for(locked.is_empty)
     assert locked.service.metrics.tokens_generated._value.get() < 60000
+
+
+def slow(server, n_byte: int) -> socket.socket:
+    """Return a connection with a small buffer that has asked for an answer of `n_byte` bytes of text."""
+    body = json.dumps({"tokens": [97] * n_byte}).encode()
+    head = "POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    url = httpx.URL(server.url)
+    connection.connect((url.host, url.port))
+    connection.settimeout(20)
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+def received(connection: socket.socket, pause: float = 0.0) -> int:
+    """Read an answer, with a pause in seconds after each 100 kB, and return the size of its body."""
+    data, size = bytearray(), None
+    while size is None or len(data) < size:
+        some = connection.recv(100_000)
+        assert some, f"closed after {len(data):,} of {size:,} bytes"
+        data += some
+        if size is None and b"\r\n\r\n" in data:
+            head, _, rest = bytes(data).partition(b"\r\n\r\n")
+            size, data = int(re.findall(rb"(?i)content-length: (\d+)", head)[0]), bytearray(rest)
+        time.sleep(pause * len(some) / 100_000)
+    return size
+
+
+def test_who_takes_a_large_answer_slowly_gets_all_of_it(server_with):
+    server = server_with(Limits(max_body=64 << 20, body_seconds=0.7, write_seconds=4))
+    with slow(server, 4_000_000) as connection:
+        assert received(connection, pause=0.08) > 4_000_000
+
+
+def test_a_request_after_a_slow_answer_is_answered_at_once(server_with):
+    """The sizes are such that less than 64 KiB of an answer wait in the server while the client does not read."""
+    server = server_with(Limits(max_body=64 << 20, write_seconds=5))
+    for n_byte in (2_830_000, 2_850_000, 2_870_000):
+        with slow(server, n_byte) as connection:
+            time.sleep(0.6)
+            assert received(connection) > n_byte
+            began = time.monotonic()
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert received(connection) > 0
+            assert time.monotonic() - began < 3
 
 
 def test_nonsense_instead_of_http(server):

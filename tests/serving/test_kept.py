@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import math
 from pathlib import Path
 
+import httpx
 import pytest
 import safetensors.torch
 import torch
 
 import txl
+from tests.serving.conftest import running, wait_for
 from tests.serving.test_streams import OCTETS, TEXT, generate, new, nothing_left, restore, snapshot
+from txl.data.vocabulary import CharVocabulary
+from txl.serving import kept
 from txl.serving.kept_stream import _digest
 from txl.serving.requests import Limits
+from txl.serving.service import Service
 
 __all__ = ["nothing_left"]  # fixture of every test
 
@@ -45,8 +51,10 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
     text = "another"
     torch.manual_seed(0)
     other_model = txl.build_model(served.model.config, served.vocabulary)
+    other_vocabulary = CharVocabulary([chr(300 + number) for number in range(len(served.vocabulary) - 1)])
     for changes, reason in (
         ({"model": other_model}, "another model"),
+        ({"vocabulary": other_vocabulary}, "another model"),
         ({"mem_len": 32, "window": 32}, "mem_len"),
         ({"dtype": torch.bfloat16}, "dtype"),
     ):
@@ -81,8 +89,6 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
 
 
 def test_kept_over_a_restart(server_with, tmp_path, served):
-    from tests.serving.conftest import running
-    from txl.serving.service import Service
 
     folder = tmp_path / "streams"
     with running(Service(served), folder=folder) as first:
@@ -103,9 +109,7 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
 
 
 def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path, monkeypatch):
-    from tests.serving.conftest import running
     from txl.commands.serve import _farewell
-    from txl.serving.service import Service
 
     folder = tmp_path / "streams"
     folder.mkdir()
@@ -123,9 +127,30 @@ def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path
     assert [each.name for each in folder.iterdir()] == [".lock"]
 
 
+def test_a_stream_is_saved_while_a_long_request_changes_it(served, tmp_path, monkeypatch):
+    monkeypatch.setattr(kept, "_WRITE_EVERY", 0.1)
+    folder = tmp_path / "streams"
+    folder.mkdir()
+    with running(Service(served), folder=folder) as server:
+        stream = new(server)
+        url = f"{server.url}/v1/streams/{stream}/generate"
+        with httpx.stream("POST", url, json={"max_tokens": 60_000, "stream": True}, timeout=60) as answer:
+            lines = answer.iter_lines()
+
+            def saved_tokens() -> int:
+                list(itertools.islice(lines, 50))
+                path = folder / f"{stream}.safetensors"
+                if not path.exists():
+                    return 0
+                data = path.read_bytes()
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                return json.loads(header["__metadata__"]["txl_stream"])["n_token"]
+
+            wait_for(lambda: saved_tokens() > 1000)
+            assert server.service.engine.streams, "the request has ended"
+
+
 def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path, served, caplog):
-    from tests.serving.conftest import running
-    from txl.serving.service import Service
 
     folder = tmp_path / "streams"
     with running(Service(served), folder=folder) as first:

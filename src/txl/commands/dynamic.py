@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
-from txl.commands.arguments import run_corpus, run_to_read
+from txl.commands.arguments import refuse_below_one, run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     BATCH,
     DynamicRequest,
@@ -78,6 +78,7 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Tune dynamic evaluation, measure with and without it, print the results, and add them to the run's log."""
     refuse_tuned_split(arguments)
+    refuse_below_one(arguments, "statistics_batch")
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
     if arguments.tune_tokens is not None and arguments.tune_tokens < 2:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.arguments import pick_device, run_corpus, run_to_read
+from txl.commands.arguments import pick_device, refuse_below_one, run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     DynamicRequest,
     add_cache_options,
@@ -134,6 +134,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
+    refuse_below_one(arguments, "sliding", "dynamic_statistics_batch")
     refuse_with_sliding(arguments)
 
 

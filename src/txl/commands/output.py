@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TextIO
 
 from txl.errors import UserError
 from txl.files import is_full, is_replaceable, remove_partials, replacing, with_null
@@ -27,7 +28,12 @@ if TYPE_CHECKING:
 
 def print_json(value: Mapping[str, object]) -> None:
     """Print one JSON object on standard output; infinite numbers and NaN become null."""
-    print(json.dumps(with_null(value), ensure_ascii=False))
+    print(json.dumps(with_null(value), ensure_ascii=not _holds_all_characters(sys.stdout)))
+
+
+def _holds_all_characters(stream: TextIO) -> bool:
+    """Return whether the encoding of a stream has all characters of Unicode; that of a Windows pipe may not."""
+    return str(getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
 def say(text: str) -> None:
@@ -150,6 +156,8 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
         UserError: if the file cannot be written.
     """
     if out is None:
+        if not binary and isinstance(sys.stdout, io.TextIOWrapper) and not _holds_all_characters(sys.stdout):
+            sys.stdout.reconfigure(encoding="utf-8")  # as in a file
         yield sys.stdout.buffer if binary else sys.stdout
         return
     path = written = Path(out)

@@ -16,6 +16,7 @@ from txl.commands.arguments import pick_device, refuse_below_one, run_to_read, t
 from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty
 from txl.commands.output import say
 from txl.errors import UserError
+from txl.files import is_utf8
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -165,6 +166,12 @@ def _differences(settings: EvalConfig, window: int | None) -> Iterator[str]:
             f"texts are read in segments of {PROMPT_SEGMENT} tokens; txl score uses the run's, {settings.segment}, and "
             f"without a window its log-probabilities differ"
         )
+    if window is None and settings.segment < PROMPT_SEGMENT:
+        yield (
+            f"streams, and prompts with echo and logprobs, are read in segments of {settings.segment} tokens, as by "
+            f"txl score; other prompts in segments of {PROMPT_SEGMENT}, as by txl generate; without a window their "
+            f"numbers differ slightly"
+        )
 
 
 def _streams(count: int) -> str:
@@ -188,6 +195,8 @@ def _check(arguments: argparse.Namespace) -> None:
     refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
+    if arguments.name is not None and not is_utf8(arguments.name):
+        raise UserError("--name is not valid UTF-8; expected a name that JSON can hold")
     _key(arguments.api_key)
     for host in arguments.allow_host:
         if not _is_host(host):

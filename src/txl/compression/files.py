@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -29,6 +28,7 @@ from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
+from txl.runs.digests import model_digest, tensors_digest
 
 BytesDone = Callable[[int, int], None]
 """Callback that receives the number of bytes done, of the text and of the compressed file."""
@@ -57,8 +57,7 @@ class CodingModel:
 
     def identity(self) -> str:
         """Return a digest of weights, configuration and vocabulary."""
-        described = [dataclasses.asdict(self.model.config), self.vocabulary.to_json()]
-        return _digest(self.model.state_dict(), json.dumps(described, sort_keys=True))
+        return model_digest(self.model, self.vocabulary)
 
 
 @dataclass(frozen=True)
@@ -167,16 +166,6 @@ def compress(
             text = source.read(block)
         file.finish(writer.end())
     return Sizes(n_text, file.n_written, n_payload)
-
-
-def _digest(tensors: dict[str, torch.Tensor], more: str = "") -> str:
-    """Return a digest of named tensors and of a text."""
-    total = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
-        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        total.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
-    total.update(more.encode())
-    return total.hexdigest()
 
 
 def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online: OnlineRecipe | None) -> JsonObject:
@@ -330,7 +319,7 @@ class _Setup:
     @property
     def statistics(self) -> str | None:
         """Digest of the gradient statistics used by rms; None without statistics."""
-        return None if self._statistics is None else _digest(self._statistics.squares)
+        return None if self._statistics is None else tensors_digest(self._statistics.squares)
 
     def codec(self, n_threads: int) -> BlockCodec:
         """Return a new encoder or decoder."""

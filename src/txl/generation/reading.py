@@ -146,9 +146,6 @@ class TextReading:
         after: state of the stream before these tokens; None: an empty stream.
         segment: largest number of tokens of a segment, at most `PROMPT_SEGMENT`.
         view: view of the engine's model with observed attention, which reads instead of the model; None: the model.
-
-    Raises:
-        UserError: if the model has changed since the engine was made.
     """
 
     def __init__(

@@ -41,16 +41,9 @@ class Sampling:
         if self.temperature is None or not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
 
-    def draw(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Check the probabilities, then draw one token for each lane by its random number in `chances`, in [0, 1)."""
-        allowed, obstacles = permitted(log_probs)
-        for obstacle in obstacles.tolist():
-            if (reason := REASONS[obstacle]) is not None:
-                raise UserError(reason)
-        return self.pick(allowed, chances)
-
     def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Draw as `draw` does, from probabilities that `permitted` has checked."""
+        """Draw a token for each lane by its random number in `chances`, in [0, 1); `permitted` must have checked the
+        probabilities."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])

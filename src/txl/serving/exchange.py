@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from txl.files import JsonObject
 from txl.serving.requests import ApiError, dumps, of_user
 from txl.serving.service import Service
 from txl.serving.work import ScoredToken, Work
+
+_logger = logging.getLogger(__name__)
 
 _IN_THREAD = 1 << 14
 """Characters or tokens from which a text is encoded, or an answer is built, in a thread beside the event loop."""
@@ -95,6 +98,9 @@ def event_stream(
             yield {"data": "[DONE]"}
         except ApiError as error:
             yield {"data": dumps(error.value())}
+        except Exception:
+            _logger.exception("an event stream failed")
+            yield {"data": dumps(ApiError(500, "the server failed to answer; its log says why").value())}
         finally:
             for work in works:
                 work.cancelled = True

@@ -243,34 +243,38 @@ def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
             super().handle_events()
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop("_silent")
+                if not self.flow.write_paused:
+                    self._stop("_stuck")  # a new answer adds data
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
             if self.cycle is None or self.cycle.response_complete:
                 self._expect_head()
             # Even a closed transport waits until the client has received all data.
-            if self.transport.get_write_buffer_size():
-                self.pause_writing()
+            self._stop("_stuck")
+            self._watch_writing()
 
         def pause_writing(self) -> None:
             self.flow.pause_writing()
-            if self._stuck is None:
-                self._watch_writing()
+            self._stop("_stuck")
+            self._watch_writing()
 
         def resume_writing(self) -> None:
             self._stop("_stuck")
             self.flow.resume_writing()
+            if self.cycle is None or self.cycle.response_complete:
+                self._watch_writing()  # the rest of the answer
 
         def _watch_writing(self) -> None:
+            """Abort the connection if its client does not receive its data; call this only while no data is added."""
             left = self.transport.get_write_buffer_size()
-            self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck, left)
+            if left:
+                self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck, left)
 
         def _check_stuck(self, before: int) -> None:
             self._stuck = None
             left = self.transport.get_write_buffer_size()
-            if not left:
-                self.flow.resume_writing()
-            elif before - left < _LEAST_TAKEN:
+            if left and before - left < _LEAST_TAKEN:
                 self.transport.abort()
             else:
                 self._watch_writing()
@@ -280,7 +284,11 @@ def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
             self._silent = self.loop.call_later(limits.body_seconds, self._close_silent)
 
         def _close_silent(self) -> None:
-            if self.cycle is None or self.cycle.response_complete:
+            if self.cycle is not None and not self.cycle.response_complete:
+                return
+            if self.transport.get_write_buffer_size():
+                self._expect_head()  # the client is still receiving the last answer
+            else:
                 self.transport.abort()
 
         def _stop(self, name: str) -> None:

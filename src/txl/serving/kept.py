@@ -168,7 +168,7 @@ class KeptStreams:
                 self.delete(stream)
 
     async def _write_changed(self) -> None:
-        for stream in [each for each in self if each.changed and each.work is None]:
+        for stream in [each for each in self if each.changed]:  # busy ones too: their state is a value
             stream.changed = False
             await asyncio.to_thread(self._write, stream, stream.copy())
             if stream.id not in self._streams:

@@ -21,6 +21,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.generation.reading import PROMPT_SEGMENT, StreamState, TextReading
+from txl.generation.sampling import NO_NUMBERS
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
 from txl.serving.work import (
@@ -75,11 +76,6 @@ class Scheduler(threading.Thread):
         self._running: list[tuple[Work, Lane]] = []
         self._watch: AttentionWatch | None = None
         self._ending = False
-
-    @property
-    def queued(self) -> int:
-        """Number of lanes that wait for a place; a work without lanes counts as one."""
-        return self._queued
 
     def submit(self, works: Sequence[Work]) -> None:
         """Queue works, all or none of them.
@@ -264,11 +260,15 @@ class Scheduler(threading.Thread):
         with torch.inference_mode():
             if work.top is None:
                 losses = model.nll_of(hidden, targets[None])[0]
+                if losses.isnan().any():
+                    raise UserError(NO_NUMBERS)
                 return [ScoredToken(*each) for each in zip(targets.tolist(), (-losses).tolist(), strict=True)]
             rows = max(1, _SCORED_AT_ONCE // model.vocab_size)
             parts = [model.log_probs_of(some)[0] for some in hidden.split(rows, dim=1)]
             found: list[ScoredToken] = []
             for log_probs, some in zip(parts, targets.split(rows), strict=True):
+                if log_probs.isnan().any():
+                    raise UserError(NO_NUMBERS)
                 found += _details(log_probs, some, work.top)
         return found
 

@@ -20,6 +20,7 @@ from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel
 from txl.native.build import identity
+from txl.runs.digests import model_digest
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
 from txl.serving.scheduler import Scheduler, Unavailable
@@ -45,8 +46,6 @@ class Served:
     """Number of tokens scored at once; with a window, results do not depend on this number."""
     threads: int | None = None
     """Number of threads that compute a step; None: PyTorch's present number."""
-    model_hash: str = ""
-    """Hash of the weights; empty: computed from the model."""
 
 
 class Service:
@@ -68,13 +67,13 @@ class Service:
         self.created = int(time.time())
         state = served.model.init_state(1, **lengths)
         self.identity: JsonObject = {
-            "model": served.model_hash or weights_hash(served.model),
+            "model": model_digest(served.model, served.vocabulary),
             "dtype": str(self.empty.keys[0].dtype).removeprefix("torch."),
             "mem_len": state.mem_len,
             "window": state.window,
             "clamp_len": state.clamp_len,
         }
-        """Hash of the model, and settings, that a snapshot must have in common with this service."""
+        """Digest of weights, configuration and vocabulary, and settings; a snapshot must have the same."""
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"
         """Kind of step, library and processor; the last bits of results also depend on them."""
         self.memory = state.capacity
@@ -151,15 +150,6 @@ class Service:
                 "limits": asdict(self.limits),
             },
         }
-
-
-def weights_hash(model: LanguageModel) -> str:
-    """Return the sha256 of a model's weights, names and shapes included."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def served_name(directory: Path) -> str:
