@@ -378,8 +378,12 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     For `check`, one of them is the choice of `--minutes`. The steps of all are computed from speeds measured in turns.
     """
     kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}{_named(given.set)}.json"
+    asked = {"text": str(Path(text).absolute()), "device": given.device, "configurations": configurations}
     if kept.exists():
-        return {name: RunConfig.from_dict(run) for name, run in json.loads(kept.read_text()).items()}
+        stored = json.loads(kept.read_text())
+        if stored["asked"] != asked:
+            raise SystemExit(f"{kept} holds plans of other settings; give another --work, or delete it")
+        return {name: RunConfig.from_dict(run) for name, run in stored["runs"].items()}
     options = {"data.corpus": str(Path(text).absolute())}
     began, data = time.perf_counter(), given.work / "data"
     runs, seconds, corpora = {}, {}, {}
@@ -410,7 +414,7 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
         train.warmup_steps = max(1, round(0.05 * train.steps))
         train.eval_every = train.checkpoint_every = math.ceil(train.steps / 8)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps({name: run.to_dict() for name, run in runs.items()}))
+    kept.write_text(json.dumps({"asked": asked, "runs": {name: run.to_dict() for name, run in runs.items()}}))
     return runs
 
 

@@ -21,10 +21,10 @@ from benchmarks.performance_plots import FIGURES, NAMED_RECIPES
 ROOT = Path(__file__).parents[1]
 HEAD = """# Performance
 
-This page shows how fast each kind of work is, what limits it, and how its cost grows. Every ratio compares two timings
-of one run on one machine; the last line of each section names the record. Some sections were measured before a faster
-part was added to the program, and say so. `python -m benchmarks.performance_page` writes this page from the records,
-and a test compares the two.
+This page shows how fast each kind of work is, what limits it, and how its cost grows. Unless a section says otherwise,
+a ratio compares two timings of one run on one machine; the section's last line names the record. Some sections were
+measured before a faster part was added to the program, or in several runs, and say so. `python -m
+benchmarks.performance_page` writes this page from the records, and a test compares the two.
 
 Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
 head, N layers, V vocabulary.
@@ -263,14 +263,25 @@ def quality(record: Record) -> str:
         *("time / authors' time", "tokens / authors' tokens"),
     ]
     settings, rows = record["texts"][0]["settings"], []
+    best_after: list[str] = []
+    later: list[str] = []
     all_seconds = 60 * settings["minutes"]
     for text in record["texts"]:
         authors, *ours = text["curves"]
+        theirs = min(authors["points"], key=lambda point: point["nll"])["seconds"]
+        best_after.append(f"`{text['text']}` {theirs / 60:.1f}")
         for recipe, name in NAMED_RECIPES.items():
             if not any(curve["recipe"] == recipe for curve in ours):
                 continue  # not measured
             needed = text.get(f"{recipe}_of_authors")
-            theirs = min(authors["points"], key=lambda point: point["nll"])["seconds"]
+            if measured := text.get(f"{recipe}_measured"):
+                share = (
+                    next(curve["step_seconds"] for curve in ours if curve["recipe"] == recipe) / authors["step_seconds"]
+                )
+                later.append(
+                    f"On `{text['text']}`, *{name}* was measured in another run, on {measured['date']}; its step is "
+                    f"counted as {share:.3f} of the authors'."
+                )
             given = [each["steps"] * each["step_seconds"] / theirs for each in ours if each["recipe"] == recipe]
             shares = [f"{needed[unit]:.3f}" for unit in ("seconds", "tokens")] if needed else ["not reached", ""]
             if needed and len(given) > 1:
@@ -293,11 +304,11 @@ def quality(record: Record) -> str:
         f"{settings['peer_ratio']:g} times as long, an estimate of the authors' own code.\n"
         f"- **Ours** was trained for {given_shares} of these {settings['minutes']:g} minutes, shortest first, each "
         "time with a complete schedule. The table shows the shortest run that reached the loss, divided by the time in "
-        "which the authors' recipe came to its best loss: on `ptb` 17.9 minutes, elsewhere 20.\n"
+        f"which the authors' recipe came to its best loss, in minutes: {'; '.join(best_after)}.\n"
         "- **Learning rates** were tuned on validation, those of the authors' recipe over five values or more, Adam's "
         "over three or more. Muon's is the preset's.\n"
         f"- **Loss** is in nats per token of the validation split: {'; '.join(read)}."
-        f"\n\n{table(heads, rows)}\n"
+        f"\n\n{table(heads, rows)}\n\n{' '.join(later)}{' ' if later else ''}Each run is of one seed.\n"
     )
 
 
@@ -309,8 +320,6 @@ SECTIONS = (
         "python -m benchmarks.quality results/quality.json",
         quality,
         ("quality",),
-        "On `stdlib`, Muon was measured later than the others, on 2026-11-27; its step is counted as 0.317 of the "
-        "authors', the ratio measured then. Each run is of one seed.",
     ),
     Section(
         "Compared with Hugging Face's Transformer-XL",
