@@ -23,8 +23,8 @@ HEAD = """# Performance
 
 This page shows how fast each kind of work is, what limits it, and how its cost grows. Unless a section says otherwise,
 a ratio compares two timings of one run on one machine; the section's last line names the record. Some sections were
-measured before a faster part was added to the program, or in several runs, and say so. `python -m
-benchmarks.performance_page` writes this page from the records, and a test compares the two.
+measured before a faster part was added to the program, or in several runs, and say so. The command
+`python -m benchmarks.performance_page` writes this page from the records, and a test compares the two.
 
 Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
 head, N layers, V vocabulary.

@@ -250,6 +250,16 @@ def test_a_known_corpus_is_not_a_folder_of_the_same_name(given, kept, tmp_path, 
     assert absolute_path(given) == expected
 
 
+def test_a_path_through_a_link_and_up_again_names_the_file_that_the_system_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("real/sub")
+    (tmp_path / "real" / "a.txt").write_text("the file that link/../a.txt names")
+    (tmp_path / "a.txt").write_text("another")
+    assert absolute_path("link/../a.txt") == str(tmp_path.resolve() / "real" / "a.txt")
+    assert absolute_path("real/../a.txt") == str(tmp_path.resolve() / "a.txt")
+
+
 def test_dry_run_shows_the_configuration_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["train", "enwik8-12L", "--dry-run", "--model.mem-len", "99", "--json"]) == 0

@@ -28,6 +28,16 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["text"]
 
 
+def test_writers_at_the_same_time_do_not_mix_their_files(tmp_path):
+    """The processes of two containers that share a folder may have the same number, like these threads."""
+    path = tmp_path / "text"
+    with replacing(path) as one, replacing(path) as other:
+        one.write_text("one, which is longer")
+        other.write_text("other")
+    assert path.read_text() == "one, which is longer"
+    assert [each.name for each in tmp_path.iterdir()] == ["text"]
+
+
 def test_a_link_stays_and_permissions_too(tmp_path):
     path, link = tmp_path / "text", tmp_path / "link"
     path.write_text("old")

@@ -237,6 +237,14 @@ def test_facts_of_a_text(tmp_path: Path):
     assert once.bytes == pytest.approx(0.9 * len(text.encode()), abs=4)
     assert often.compressed_bytes < 1.2 * once.compressed_bytes, "repetition is found far behind"
     assert [binary.is_text, once.is_text] == [False, True]
+    (tmp_path / "cut").mkdir()
+    for name, content in (
+        ("train", text.encode()[: text.encode().index("ñ".encode()) + 1]),
+        ("valid", b"a"),
+        ("test", b"a"),
+    ):
+        (tmp_path / "cut" / f"{name}.txt").write_bytes(content)
+    assert not text_facts(str(tmp_path / "cut")).is_text
 
 
 def test_a_short_run_begins_with_heads_that_copy():

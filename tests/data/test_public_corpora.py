@@ -20,6 +20,7 @@ from txl.config import DataConfig
 from txl.data import catalogue as benchmarks
 from txl.data.catalogue import BENCHMARKS
 from txl.data.corpora import list_corpora
+from txl.data.public import read_words
 from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
 
@@ -171,6 +172,24 @@ def test_sources_in_the_layouts_that_people_have(layout, packed, tmp_path, monke
     assert words[:3] == ["<eos>", "the", "rose"]
     assert [words[number] for number in ids(corpus, "valid")] == ["the", "river", "<eos>", "<unk>", "<unk>", "<eos>"]
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [corpus.directory.name]
+
+
+def test_a_file_beside_a_complete_archive_is_of_no_account(tmp_path, monkeypatch):
+    stand_in(monkeypatch, "ptb")
+    with tarfile.open(tmp_path / "simple-examples.tgz", "w:gz") as file:
+        for name, text in LAYOUTS["inside"].items():
+            member = tarfile.TarInfo(name)
+            member.size = len(text)
+            file.addfile(member, io.BytesIO(text.encode()))
+    (tmp_path / "ptb.train.txt").write_text("notes of somebody\n")
+    corpus = txl.open_corpus("ptb", source=tmp_path, data_dir=tmp_path / "data", quiet=True)
+    assert corpus.info()["splits"]["train"]["bytes"] == len(TRAIN)
+
+
+def test_lines_of_a_vocabulary_end_at_newlines_alone(tmp_path):
+    path = tmp_path / "1b_word_vocab.txt"
+    path.write_text("<S>\n<UNK>\na\x85b\nc\u2028d 7\r\ne\n", encoding="utf-8", newline="")
+    assert len(read_words(path, "end")) == 5
 
 
 def test_an_archive_may_be_the_source_itself(tmp_path, monkeypatch):
