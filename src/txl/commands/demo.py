@@ -41,10 +41,10 @@ def add_parser(commands: Subparsers) -> None:
         example="txl demo",
         description="Train a small model on the Python standard library's own source files, measure it with and "
         "without memory, let it write, and make the report: about five minutes on two CPU cores, without a download. "
-        "Unless you give them or --preset, train.steps is lowered to what fits into five minutes (500 or more, or "
-        "900 with other initial weights), "
-        "train.dtype is bfloat16 where the machine multiplies it, and a run of at most 2,000 steps has model.init "
-        "induction.",
+        "By default, the number of steps is lowered to what fits into five minutes (at least 500, or 900 without heads "
+        "that copy), matrix products are in bfloat16 if the processor has instructions for it, and a run of at most "
+        "2,000 steps begins with heads that copy (model.init induction). Options that you give are kept; with another "
+        "--preset nothing is adjusted.",
         add_help=False,
     )
     add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")

@@ -64,7 +64,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
-    parser.add_argument("--exhaustive", action="store_true", help="score the tokens that do not fill all lanes, too")
+    parser.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="score every token but the first of the text: also the first of each lane, and those left over at the end",
+    )
     parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     parser.add_argument(
         "--sliding", type=int, metavar="L", help="predict each token from the L tokens before it alone; slow"
