@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import txl
 from tests.conftest import options_of, small_run
 from txl.cli import main
 from txl.commands.arguments import note_lacking
+from txl.commands.output import output, print_json
 from txl.data.corpora import absolute_path
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
@@ -248,6 +250,18 @@ def test_a_known_corpus_is_not_a_folder_of_the_same_name(given, kept, tmp_path, 
         (tmp_path / name / "text.txt").write_text("a text\n" * 9)
     expected = given if kept else str(tmp_path / Path(given))
     assert absolute_path(given) == expected
+
+
+def test_characters_that_standard_output_lacks_are_not_lost(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp1252", errors="replace"))
+    print_json({"text": "日 é"})
+    with output(None) as file:
+        file.write("本\n")
+    sys.stdout.flush()
+    lines = written.getvalue().splitlines()
+    assert json.loads(lines[0]) == {"text": "日 é"}
+    assert lines[1].decode() == "本"
 
 
 def test_a_path_through_a_link_and_up_again_names_the_file_that_the_system_names(tmp_path, monkeypatch):
