@@ -381,7 +381,7 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     asked = {"text": str(Path(text).absolute()), "device": given.device, "configurations": configurations}
     if kept.exists():
         stored = json.loads(kept.read_text())
-        if stored["asked"] != asked:
+        if stored.get("asked") != asked:
             raise SystemExit(f"{kept} holds plans of other settings; give another --work, or delete it")
         return {name: RunConfig.from_dict(run) for name, run in stored["runs"].items()}
     options = {"data.corpus": str(Path(text).absolute())}

@@ -34,7 +34,7 @@ def _operation(name: str) -> tuple[str, ...]:
 
 
 PARTS = {
-    "matrix products": ("aten::mm", "aten::addmm", "aten::bmm"),
+    "matrix products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm", "mkldnn::_linear_pointwise"),
     "attention": _operation("attention"),
     "copies and conversions": ("aten::copy_", "aten::cat", "aten::fill_"),
     "norms of heads": _operation("rms_norm"),

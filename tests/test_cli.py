@@ -18,6 +18,7 @@ from txl.cli import main
 from txl.commands.arguments import note_lacking
 from txl.commands.output import output, print_json
 from txl.data.corpora import absolute_path
+from txl.data.user_text import find_files
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
@@ -271,6 +272,7 @@ def test_a_path_through_a_link_and_up_again_names_the_file_that_the_system_names
     (tmp_path / "real" / "a.txt").write_text("the file that link/../a.txt names")
     (tmp_path / "a.txt").write_text("another")
     assert absolute_path("link/../a.txt") == str(tmp_path.resolve() / "real" / "a.txt")
+    assert find_files(absolute_path("link/../[a].txt"))[0].samefile(tmp_path / "real" / "a.txt")
     assert absolute_path("real/../a.txt") == str(tmp_path.resolve() / "a.txt")
 
 

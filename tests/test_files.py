@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import stat
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import txl
 from tests.conftest import small_run
 from txl.errors import UserError
-from txl.files import replacing, write_whole
+from txl.files import remove_partials, replacing, write_whole
 from txl.interop.export_run import export_run
 
 
@@ -36,6 +37,22 @@ def test_writers_at_the_same_time_do_not_mix_their_files(tmp_path):
         other.write_text("other")
     assert path.read_text() == "one, which is longer"
     assert [each.name for each in tmp_path.iterdir()] == ["text"]
+
+
+def test_files_of_killed_processes_of_this_machine_are_removed(tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to("text")
+    names = []
+    for machine, process in (("here", 2**22 + 1), ("elsewhere", 2**22 + 1), ("here", os.getpid())):
+        monkeypatch.setattr(platform, "node", lambda machine=machine: machine)
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        with replacing(tmp_path / "link") as temporary:
+            names.append(temporary.name)
+            temporary.touch()
+    for name in names:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(platform, "node", lambda: "here")
+    assert remove_partials(tmp_path / "link") == [tmp_path.resolve() / names[0]]
+    assert sorted(each.name for each in tmp_path.glob("*.partial")) == sorted(names[1:])
 
 
 def test_a_link_stays_and_permissions_too(tmp_path):

@@ -99,7 +99,7 @@ def remove_partials(path: Path) -> list[Path]:
     Returns:
         Paths of the removed files.
     """
-    removed = []
+    path, removed = path.resolve(), []
     for left in path.parent.glob(f"{glob.escape(path.name)}.{_machine()}-*-*.partial"):
         process = left.name[len(path.name) + 1 :].split("-")[1]
         if process.isdecimal() and not _runs(int(process)):

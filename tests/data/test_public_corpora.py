@@ -181,7 +181,7 @@ def test_a_file_beside_a_complete_archive_is_of_no_account(tmp_path, monkeypatch
             member = tarfile.TarInfo(name)
             member.size = len(text)
             file.addfile(member, io.BytesIO(text.encode()))
-    (tmp_path / "ptb.train.txt").write_text("notes of somebody\n")
+    (tmp_path / "ptb.train.txt").write_text("notes of somebody\n")  # would be taken instead of the archive's
     corpus = txl.open_corpus("ptb", source=tmp_path, data_dir=tmp_path / "data", quiet=True)
     assert corpus.info()["splits"]["train"]["bytes"] == len(TRAIN)
 

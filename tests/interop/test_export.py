@@ -269,6 +269,17 @@ def test_an_existing_folder_may_be_on_another_file_system(run, tmp_path, monkeyp
     assert sorted(each.name for each in out.iterdir()) == ["config.json", "model.safetensors", "vocabulary.json"]
 
 
+def test_a_path_through_a_link_and_up_again_is_the_one_that_was_checked(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("disk/sub")
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text("mine")
+    export_run(run, Path("link/../new"), "safetensors")
+    assert (tmp_path / "disk" / "new" / "model.safetensors").is_file()
+    assert [each.name for each in (tmp_path / "new").iterdir()] == ["config.json"]
+
+
 @pytest.mark.parametrize("kind", ["huggingface", "safetensors"])
 def test_the_command_measures_the_same_before_and_after(kind, story, data_dir, tmp_path, capsys):
     run = small_run(str(story), **{"eval.segment": "11", "eval.batch_size": "3", "eval.temperature": "1.1"})

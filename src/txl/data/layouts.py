@@ -120,10 +120,8 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
         for archive in archives:
             unpack(archive, Path(folder), lambda name: _is_wanted(benchmark, name))
         unpacked = _find(benchmark, Path(folder))
-        if _missing(benchmark, unpacked) is None:
-            parts = unpacked  # a file beside a complete archive may be of another text
-        else:
-            parts |= {part: paths for part, paths in unpacked.items() if part not in parts}
+        # What the archive has wins: a file beside it may be of another text.
+        parts = unpacked if _missing(benchmark, unpacked) is None else parts | unpacked
         _require(benchmark, source, parts)
         yield parts
 

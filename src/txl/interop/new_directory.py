@@ -12,7 +12,7 @@ from typing import TypeVar
 from safetensors import SafetensorError
 
 from txl.errors import UserError
-from txl.files import make_scratch, reason_of
+from txl.files import absolute, make_scratch, reason_of
 
 ResultT = TypeVar("ResultT")
 
@@ -33,7 +33,7 @@ def write_directory(out: Path, fill: Callable[[Path], ResultT]) -> ResultT:
     Raises:
         UserError: if the directory cannot be written.
     """
-    out = Path(os.path.abspath(out))
+    out = Path(absolute(str(out)))
     temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
     moved: list[Path] = []
     try:
@@ -50,9 +50,12 @@ def write_directory(out: Path, fill: Callable[[Path], ResultT]) -> ResultT:
         else:
             os.rename(temporary, out)
         return result
-    except (OSError, SafetensorError) as error:
+    except BaseException as error:
         for each in moved:
-            shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
+            with suppress(OSError):
+                shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
         raise UserError(
             f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
         ) from None

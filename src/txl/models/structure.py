@@ -58,8 +58,6 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
         if dtype is not None:
             for kind in ("_parameters", "_buffers"):
                 own[kind] = {name: in_dtype(tensor) for name, tensor in given[kind].items()}
-            if isinstance(module, nn.RNNBase):  # it computes with a list of its weights
-                own["_flat_weights"] = [own["_parameters"][name] for name in module._flat_weights_names]
         return view
 
     return viewed(model)  # pyright: ignore[reportReturnType]

@@ -250,9 +250,9 @@ def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
             super().on_response_complete()
             if self.cycle is None or self.cycle.response_complete:
                 self._expect_head()
-            # Even a closed transport waits until the client has received all data.
-            self._stop("_stuck")
-            self._watch_writing()
+                # Even a closed transport waits until the client has received all data.
+                self._stop("_stuck")
+                self._watch_writing()
 
         def pause_writing(self) -> None:
             self.flow.pause_writing()

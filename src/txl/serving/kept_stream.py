@@ -29,7 +29,7 @@ from txl.serving.service import Service
 from txl.serving.texts import TAIL
 from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, ReadEvent, SavedEvent, ScoredToken, Work
 
-_FORMAT = 1
+_FORMAT = 2
 _STATES = 2
 """Number of states that a stream keeps for forks."""
 _MOST = 2**62

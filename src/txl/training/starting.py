@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
-from txl.files import check_utf8, refuse_file
+from txl.files import absolute, check_utf8, refuse_file
 from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
 from txl.runs.directory import RunDirectory, load_weights
 from txl.runs.events import ImportEvent, select
@@ -169,7 +169,7 @@ def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None)
     first = started.get("init_from")
     if first is not None and not os.path.isabs(first):
         return  # from an older log: relative to a folder that the log does not name
-    if first is None or first != os.path.abspath(init_from):
+    if first is None or first != absolute(str(init_from)):
         began = "random weights" if first is None else f"those of {first}"
         raise UserError(
             f"--init-from {init_from}: the run in {directory.path} began with {began} and continues with its "

@@ -21,7 +21,7 @@ from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_p
 from txl.data.streams import training_stream
 from txl.devices import float32_products, seed_generators, usable_device
 from txl.errors import UserError
-from txl.files import JsonObject
+from txl.files import JsonObject, absolute
 from txl.models.language_model import Objective
 from txl.native.build import why_not
 from txl.processes import Processes, processes_of
@@ -310,7 +310,7 @@ class Trainer:
         run, corpus, display = self.run, setup.corpus, setup.display
         parameters = parameters_by_part(model)
         total = sum(parameters.values())
-        init_from = None if self.init_from is None else os.path.abspath(self.init_from)
+        init_from = None if self.init_from is None else absolute(str(self.init_from))
         if event == EventName.RESUME and (started := self.directory.started()) is not None:
             init_from = started.get("init_from")
         self.directory.append(
