@@ -298,15 +298,16 @@ def quality(record: Record) -> str:
     given_shares = ", ".join(f"{share:g}" for share in sorted(tried))
     read = [f"`{text['text']}` is {READ_AS[text['text']]}" for text in record["texts"]]
     return (
-        "How long does our recipe (that of the preset `stdlib-bpe`) need to reach the loss that the authors' recipe "
-        f"reaches in {settings['minutes']:g} minutes? The aim is a tenth of the time and a third of the tokens.\n\n"
+        "How long does our recipe (that of the preset `stdlib-bpe`, at the rate that it had then) need to reach the "
+        f"loss that the authors' recipe reaches in {settings['minutes']:g} minutes? The aim is a tenth of the time and "
+        "a third of the tokens.\n\n"
         "- **Authors' recipe**: Adam, float32, cosine, run in this program. Its steps are counted as "
         f"{settings['peer_ratio']:g} times as long, an estimate of the authors' own code.\n"
         f"- **Ours** was trained for {given_shares} of these {settings['minutes']:g} minutes, shortest first, each "
         "time with a complete schedule. The table shows the shortest run that reached the loss, divided by the time in "
         f"which the authors' recipe came to its best loss, in minutes: {'; '.join(best_after)}.\n"
         "- **Learning rates** were tuned on validation, those of the authors' recipe over five values or more, Adam's "
-        "over three or more. Muon's is the preset's.\n"
+        "over three or more. Muon's was not tuned.\n"
         f"- **Loss** is in nats per token of the validation split: {'; '.join(read)}."
         f"\n\n{table(heads, rows)}\n\n{' '.join(later)}{' ' if later else ''}Each run is of one seed.\n"
     )

@@ -20,7 +20,7 @@ def stdlib_bpe() -> RunConfig:
         segment=128,
         reset_memory=0.05,
         optimizer="muon",
-        learning_rate=4e-3,
+        learning_rate=3.2e-3,
         beta2=0.95,
         clip=1.0,
         schedule="linear",
