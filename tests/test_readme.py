@@ -15,7 +15,15 @@ import txl
 from tests.conftest import options_of, small_run
 from txl.benchmarking import minutes
 from txl.cli import build_parser, main
-from txl.commands.demo import MARK, arithmetic_of, copying_of, steps_of_this_machine, steps_within, whole_lines
+from txl.commands.demo import (
+    MARK,
+    arithmetic_of,
+    copying_of,
+    rate_for_steps,
+    steps_of_this_machine,
+    steps_within,
+    whole_lines,
+)
 from txl.config import validate, with_options
 from txl.presets.minutes import StepTimes
 from txl.runs import environment
@@ -186,6 +194,16 @@ def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeyp
     (tmp_path / "demo").mkdir()
     RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
     assert steps_of_this_machine(tmp_path / "demo", config, {}) == options  # nothing is timed: `seconds` is empty
+
+
+def test_a_short_demo_has_a_higher_rate_and_a_run_keeps_its_own(tmp_path):
+    preset = txl.preset("stdlib-bpe")
+    assert rate_for_steps(tmp_path, preset, {}) == {"train.learning_rate": f"{preset.train.learning_rate:g}"}
+    short = with_options(preset, {"train.steps": "500"})
+    assert rate_for_steps(tmp_path, short, {}) == {"train.learning_rate": "0.0054"}
+    assert rate_for_steps(tmp_path, short, {"train.learning_rate": "0.1"}) == {}
+    RunDirectory(tmp_path).write_config(with_options(preset, {"train.learning_rate": "0.004"}))
+    assert rate_for_steps(tmp_path, preset, {}) == {"train.learning_rate": "0.004"}
 
 
 def test_a_short_demo_begins_with_heads_that_copy_and_a_run_keeps_its_first_weights(tmp_path):

@@ -42,9 +42,9 @@ def add_parser(commands: Subparsers) -> None:
         description="Train a small model on the Python standard library's own source files, measure it with and "
         "without memory, let it write, and make the report: about five minutes on two CPU cores, without a download. "
         "By default, the number of steps is lowered to what fits into five minutes (at least 500, or 900 without heads "
-        "that copy), matrix products are in bfloat16 if the processor has instructions for it, and a run of at most "
-        "2,000 steps begins with heads that copy (model.init induction). Options that you give are kept; with another "
-        "--preset nothing is adjusted.",
+        "that copy), the learning rate is the one for this number of steps, matrix products are in bfloat16 if the "
+        "processor has instructions for it, and a run of at most 2,000 steps begins with heads that copy (model.init "
+        "induction). Options that you give are kept; with another --preset nothing is adjusted.",
         add_help=False,
     )
     add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")
@@ -76,6 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
         config = with_options(config, changes)
     if arguments.preset == _PRESET:
         changes |= copying_of(Path(out), config, changes)
+        changes |= rate_for_steps(Path(out), config, changes)
         config = with_options(config, changes)
     options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
     data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
@@ -163,6 +164,21 @@ def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str,
     trained = RunDirectory(out)
     run = trained.config() if trained.config_path.exists() else with_copying(config, given)
     return {"model.init": run.model.first_weights} if run.model.first_weights == "induction" else {}
+
+
+def rate_for_steps(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
+    """Return the learning rate of the run in `out`, or else that for the number of steps: fewer steps, a higher rate.
+
+    Return no option if the user's options give a rate.
+    """
+    from txl.presets.minutes import rate_of
+    from txl.runs.directory import RunDirectory
+
+    if "train.learning_rate" in given:
+        return {}
+    trained = RunDirectory(out)
+    begun = trained.config().train.learning_rate if trained.config_path.exists() else rate_of(config.train.steps)
+    return {"train.learning_rate": f"{begun:g}"}
 
 
 def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:
