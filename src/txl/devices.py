@@ -20,23 +20,21 @@ def runs_ahead(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def usable_device(name: str | torch.device | None) -> str:
-    """Return the device to use: the named one, else a GPU if there is one, else the CPU.
-
-    Raises:
-        UserError: if the device cannot be used.
-    """
+def chosen_device(name: str | torch.device | None) -> str:
+    """Return the name of the device to use: the named one, else a GPU if there is one, else the CPU."""
     chosen = str(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if chosen.startswith("cpu:"):
-        chosen = "cpu"  # there is one
+    return "cpu" if chosen.startswith("cpu:") else chosen  # there is one CPU
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that cannot be used here."""
     try:
-        torch.zeros(1, device=chosen).item()
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
         if "aten::" in reason:  # words for PyTorch's own developers
             reason = "this PyTorch has no such device"
-        raise UserError(f"device {chosen} cannot be used here: {reason}") from None
-    return chosen
+        raise UserError(f"device {device} cannot be used here: {reason}") from None
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:

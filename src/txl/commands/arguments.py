@@ -64,10 +64,11 @@ def pick_device(name: str | None) -> str:
     """Return the device to use: the named one, else a GPU if there is one, else the CPU."""
     import torch
 
-    from txl.devices import usable_device
+    from txl.devices import check_device, chosen_device
 
+    chosen = chosen_device(name)
     try:
-        chosen = usable_device(name)
+        check_device(chosen)
     except UserError as error:
         raise UserError(f"--{error}; use --device cpu") from None
     if chosen.startswith("cuda:"):

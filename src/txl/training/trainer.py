@@ -19,7 +19,7 @@ import torch
 from txl.config import ModelConfig, RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
-from txl.devices import float32_products, seed_generators, usable_device
+from txl.devices import check_device, chosen_device, float32_products, seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject, absolute
 from txl.models.language_model import Objective
@@ -84,7 +84,7 @@ class Trainer:
         self.run.data = with_absolute_paths(self.run.data)
         self.extend = extend
         self.directory = RunDirectory(out)
-        self.device = usable_device(device)
+        self.device = chosen_device(device)
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
         goes_on = self.directory.newest() is not None
         begun = self._model_begun_with() if goes_on else self.run.model
@@ -92,6 +92,7 @@ class Trainer:
         if goes_on and is_compiled and (lacks := why_not()):
             raise UserError(f"{out} was trained with compiled attention, which needs a C++ compiler: {lacks}")
         check_trainable(dataclasses.replace(self.run, model=begun), self.device)  # before any text is fetched
+        check_device(self.device)
         self._compiled = False
         self._init_note: str | None = None
         self.processes = Processes()
