@@ -50,7 +50,6 @@ class Section:
 
 BEFORE_COMPILED = "Measured before attention without gradients was compiled."
 BEFORE_COMPILED_TRAINING = "Measured before attention in training was compiled."
-BEFORE_QK_NORM = "Measured before `stdlib-bpe` had `qk_norm`."
 WITH_MKL = "Its float32 products are MKL's; today's are oneDNN's on this processor."
 
 
@@ -349,7 +348,6 @@ SECTIONS = (
         "training-profile",
         "python -m benchmarks.training_profile results/training-profile.json",
         training_profile,
-        note=f"{BEFORE_QK_NORM} {WITH_MKL}",
     ),
     Section(
         "Compiled attention in training",
