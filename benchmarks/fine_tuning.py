@@ -1,0 +1,68 @@
+"""Measure what the learning rate of fine-tuning trades: the loss on a new text against that on the old one.
+
+    python -m benchmarks.fine_tuning results/fine-tuning.json OLD.txt NEW.txt FOLDER
+
+A small model is trained on the old text, then tuned on the new one at several rates. Every model is measured on the
+test splits of both. Runs in FOLDER that are finished are not trained again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.record import write
+
+from txl.cli import main as txl
+
+BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction")
+"""About what `txl train --minutes 2` chooses for a novel."""
+STEPS, RATES, SEEDS = 500, (3.2e-3, 1e-3, 3.2e-4), (1, 2)
+"""Steps of tuning; its peak rates, the first that of the base run."""
+
+
+def command(*words: object) -> str:
+    """Run `txl` with these words, and return what it prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = txl([str(word) for word in words])
+    if code:
+        raise SystemExit(code)
+    return printed.getvalue()
+
+
+def measured(run: Path, old: str, new: str) -> dict[str, Any]:
+    """Return the results on the test splits of both texts, read in the run's vocabulary."""
+    return {
+        name: json.loads(command("eval", run, "--corpus", text, "--json"))
+        for name, text in (("old", old), ("new", new))
+    }
+
+
+def main(out: str, old: str, new: str, folder: str) -> None:
+    """Train, tune and measure with every seed, and write the record."""
+    rows = []
+    for seed in SEEDS:
+        base = Path(folder) / f"base-{seed}"
+        seeded = ("--train.seed", seed)
+        command("train", "stdlib-bpe", "--out", base, "--corpus", old, *BASE, *seeded)
+        rows.append({"seed": seed, "learning_rate": None, **measured(base, old, new)})
+        for rate in RATES:
+            tuned = Path(folder) / f"tuned-{seed}-{rate:g}"
+            options = ("--corpus", new, "--steps", STEPS, "--learning-rate", rate, *seeded)
+            command("train", base, "--out", tuned, "--init-from", base, *options)
+            rows.append({"seed": seed, "learning_rate": rate, **measured(tuned, old, new)})
+    names = [Path(text).name for text in (old, new)]
+    settings = {"base": BASE, "steps": STEPS, "old": names[0], "new": names[1]}
+    write(Path(out), f"python -m benchmarks.fine_tuning {out} {' '.join(names)} FOLDER", settings | {"rows": rows})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 5:
+        sys.exit("usage: python -m benchmarks.fine_tuning FILE OLD NEW FOLDER")
+    main(*sys.argv[1:])
