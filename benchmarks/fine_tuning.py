@@ -20,7 +20,7 @@ from benchmarks.record import write
 
 from txl.cli import main as txl
 
-BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction")
+BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --train.dtype bfloat16")
 """About what `txl train --minutes 2` chooses for a novel."""
 STEPS, RATES, SEEDS = 500, (3.2e-3, 1e-3, 3.2e-4), (1, 2)
 """Steps of tuning; its peak rates, the first that of the base run."""
