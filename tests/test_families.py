@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -113,12 +115,31 @@ def test_a_script_cannot_set_what_a_family_lacks_nor_leave_its_family():
     for name, value in (("mem_len", 5), ("n_head", 4)):
         with pytest.raises(UserError, match=rf"model\.{name} is {value}, but model\.kind is lstm"):
             setattr(model, name, value)
-    with pytest.raises(AttributeError):
-        model.n_heads = 4
     run: Any = txl.preset("stdlib-tiny")
     run.model.encoding = "learned"
     with pytest.raises(UserError, match=r"model\.encoding is learned; expected relative or shaw"):
         validate(run)
+
+
+def test_a_misspelt_field_of_any_section_cannot_be_set():
+    run: Any = pickle.loads(pickle.dumps(copy.deepcopy(dataclasses.replace(txl.preset("stdlib-tiny"), name="mine"))))
+    assert run == dataclasses.replace(txl.preset("stdlib-tiny"), name="mine")
+    model, recurrent = run.model, txl.preset("ptb-awd-lstm").model
+    for section, name, hint in (
+        *((run, "trian", "train"), (model, "n_layers", "n_layer"), (recurrent, "dropouts", "dropout")),
+        *((run.train, "stepz", "steps"), (run.data, "vocabsize", "vocab_size"), (run.eval, "mem_length", "mem_len")),
+    ):
+        expected = rf"{type(section).__name__} has no field '{name}'; did you mean .*{hint}"
+        with pytest.raises(AttributeError, match=expected):
+            setattr(section, name, 1)
+        assert not hasattr(section, name)
+    with pytest.raises(AttributeError, match="RunConfig has no field 'foo'$"):
+        run.foo = 1
+    run.name = "two\nlines"
+    with pytest.raises(UserError, match=r"name is 'two\\nlines'; expected a name of printable characters, in one line"):
+        validate(run)
+    run.train.steps, run.eval.mem_len = 3, 7
+    assert (run.train.steps, run.eval.mem_len) == (3, 7)
 
 
 def test_every_family_is_registered_and_names_itself():

@@ -181,6 +181,11 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if not action.option_strings and word.lstrip("-") in (action.dest, str(action.metavar).lower()):
                 self.error(f"unknown option {word}; give {action.metavar} as an argument: {self._needed()}")
+        if re.fullmatch(r"--([\w-]+[-_])?epochs?", word) and "--steps" in self._option_string_actions:
+            self.error(
+                f"unknown option {word}; give a number of --steps: a pass over the text takes its training tokens "
+                f"(txl data info CORPUS) / tokens per step (--dry-run)"
+            )
         # --model.n_layer and --model.n-layer are one option; suggest only one spelling.
         known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]
         near = _nearest(word, known)
@@ -315,7 +320,7 @@ def _report(message: str) -> None:
     """Print why the command ended, in the first process only; the exit code counts if standard error is gone."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
-            print(f"txl: {message}", file=sys.stderr)
+            print(f"txl: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def _output_is_a_file() -> bool:

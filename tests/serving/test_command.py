@@ -92,6 +92,8 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         (["--allow-host", "a b"], "without scheme and port"),
         (["--streams", ""], "--streams is ''; expected a path or name"),
         (["--name", ""], "--name is ''; expected a path or name"),
+        (["--name", "x\ny"], r"--name is 'x\ny'; expected printable characters, in one line"),
+        (["--name", "x\udcff"], r"--name is 'x\udcff'; expected printable"),
         (["--allow-origin", "example.org"], "scheme, host and port"),
         (["--allow-origin", "https://example.org/"], "scheme, host and port"),
         (["--allow-origin", "https://Example.org"], "scheme, host and port"),

@@ -11,6 +11,7 @@ from tests.conftest import small_run
 from tests.training.test_trainer import assert_same_end, train
 
 import txl
+from txl.cli import main
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
@@ -42,6 +43,23 @@ def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_
         UserError, match="began with random weights and continues with its own weights; leave --init-from out"
     ):
         train(run, tmp_path / "random", data_dir, init_from=trained)
+
+
+def test_a_run_to_start_from_gives_its_configuration_unless_a_preset_is_named(
+    trained, story, data_dir, tmp_path, capsys
+):
+    out, words = tmp_path / "run", ["--init-from", str(trained), "--steps", "2", "--data-dir", str(data_dir), "--quiet"]
+    assert main(["train", "--out", str(out), *words]) == 0
+    expected = RunDirectory(trained).config()
+    expected.train.steps = 2
+    assert RunDirectory(out).config() == expected
+    assert RunDirectory(out).started()["init_from"] == str(trained)
+    assert main(["train", "--out", str(out), *words]) == 0, "the same command continues the run"
+    other = ["train", "stdlib-tiny", "--out", str(tmp_path / "other"), *words]
+    assert main([*other, "--corpus", str(story)]) == 2
+    assert "its weights are of another model: " in capsys.readouterr().err
+    assert main(["train", "--out", str(tmp_path / "other"), "--init-from", str(story)]) == 2
+    assert f"--init-from {story} is a file; expected a run directory" in capsys.readouterr().err
 
 
 def test_a_run_that_came_to_no_checkpoint_does_not_keep_the_weights_out(trained, story, data_dir, tmp_path):

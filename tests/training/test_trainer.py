@@ -224,6 +224,36 @@ def test_models_of_other_kinds_stop_and_continue(options, story, data_dir, tmp_p
     assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
 
 
+@pytest.mark.parametrize("disabled", [torch.no_grad, torch.inference_mode])
+def test_a_caller_that_has_disabled_gradients_can_train(disabled, story, trained, data_dir, tmp_path):
+    with disabled():
+        train(small_run(str(story)), tmp_path / "run", data_dir)
+        assert not torch.is_grad_enabled()
+    assert_same_end(tmp_path / "run", trained)
+
+
+def test_another_number_of_threads_is_reported_on_resuming(story, data_dir, tmp_path, monkeypatch, capsys):
+    def go_on(threads: int) -> str:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        Trainer(small_run(str(story)), tmp_path / "run", device="cpu", data_dir=data_dir).fit()
+        return capsys.readouterr().err
+
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            go_on(2)
+    assert "OMP_NUM_THREADS" not in go_on(2)
+    assert "note: the run was computed in 2 threads, now in 1, which round differently; set OMP_NUM_THREADS=2" in go_on(
+        1
+    )
+    assert "OMP_NUM_THREADS" not in go_on(1)
+
+
+def test_a_message_is_one_line_whatever_its_paths_hold(story, data_dir, tmp_path, capsys):
+    Trainer(small_run(str(story)), tmp_path / "two\nlines", data_dir=data_dir).fit()
+    assert f"in {tmp_path}/two lines; next: txl eval" in capsys.readouterr().err
+
+
 def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir, tmp_path, monkeypatch):
     taken, real = [], loop_module.training_step
 

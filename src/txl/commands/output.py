@@ -37,8 +37,8 @@ def _holds_all_characters(stream: TextIO) -> bool:
 
 
 def say(text: str) -> None:
-    """Print a line on standard error."""
-    print(text, file=sys.stderr)
+    """Print a line on standard error; a path in it may hold line ends."""
+    print(" ".join(text.splitlines()), file=sys.stderr)
 
 
 def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], text: Container[str] = ()) -> None:

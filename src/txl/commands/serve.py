@@ -16,7 +16,6 @@ from txl.commands.arguments import pick_device, refuse_below_one, run_to_read, t
 from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty
 from txl.commands.output import say
 from txl.errors import UserError
-from txl.files import is_utf8
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -195,8 +194,8 @@ def _check(arguments: argparse.Namespace) -> None:
     refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
-    if arguments.name is not None and not is_utf8(arguments.name):
-        raise UserError("--name is not valid UTF-8; expected a name that JSON can hold")
+    if arguments.name is not None and not arguments.name.isprintable():
+        raise UserError(f"--name is {arguments.name!r}; expected printable characters, in one line")
     _key(arguments.api_key)
     for host in arguments.allow_host:
         if not _is_host(host):

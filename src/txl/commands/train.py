@@ -50,8 +50,8 @@ def add_parser(commands: Subparsers) -> None:
         "preset",
         nargs="?",
         metavar="PRESET",
-        help="a preset (txl presets) or a run directory; leave it out to go on with the run in --out, or with "
-        "--minutes",
+        help="a preset (txl presets) or a run directory; leave it out to go on with the run in --out, with --minutes, "
+        "or to take the configuration of --init-from",
     )
     first = parser.add_argument_group("what matters most")
     add_out(first, "DIR", "the run directory; needed unless --dry-run")
@@ -62,7 +62,11 @@ def add_parser(commands: Subparsers) -> None:
         help="instead of a preset: choose a model that this machine can train on --corpus in N minutes",
     )
     this_run = parser.add_argument_group("this run")
-    this_run.add_argument("--init-from", metavar="DIR", help="start from the weights and vocabulary of another run")
+    this_run.add_argument(
+        "--init-from",
+        metavar="DIR",
+        help="start from the weights and vocabulary of another run; without PRESET, with its configuration too",
+    )
     this_run.add_argument("--extend", action="store_true", help="go on beyond the run's end, to a larger --steps")
     this_run.add_argument(
         "--fork",
@@ -129,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
-    """Return the configuration of the preset, or of the run in --out, or a configuration chosen for --minutes.
+    """Return the configuration of the preset, of the run in --out or of --init-from, or one chosen for --minutes.
 
     Args:
         arguments: parsed arguments of the command.
@@ -140,16 +144,19 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     from txl.training.starting import has_checkpoint, refuse_imported
 
     minutes, preset = arguments.minutes, arguments.preset
+    out = None if arguments.out is None else RunDirectory(arguments.out)
     if minutes is not None:
         _check_minutes(arguments)
     elif preset is not None:
         return base_config(preset)
-    if arguments.out is not None and RunDirectory(arguments.out).config_path.exists():
-        stored = RunDirectory(arguments.out).config()
+    elif arguments.init_from is not None and (out is None or not has_checkpoint(out)):
+        return base_config(str(existing_run(arguments.init_from, "--init-from")))
+    if out is not None and out.config_path.exists():
+        stored = out.config()
         if minutes is None and not arguments.fork:
-            refuse_imported(RunDirectory(arguments.out))
+            refuse_imported(out)
         is_same = minutes is None or stored.name == run_name(minutes)
-        begun = has_checkpoint(RunDirectory(arguments.out)) or not is_run_name(stored.name)
+        begun = has_checkpoint(out) or not is_run_name(stored.name)
         if begun and not is_same:
             raise UserError(
                 f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "

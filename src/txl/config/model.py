@@ -15,7 +15,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
-from txl.config.values import ANYTHING, FieldValues, TypeHint, check_ranges, hints_of, require, setting, shown
+from txl.config.values import (
+    ANYTHING,
+    FieldValues,
+    TypeHint,
+    check_ranges,
+    hints_of,
+    require,
+    setting,
+    shown,
+    unknown_field,
+)
 from txl.errors import UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
@@ -309,7 +319,7 @@ class ModelConfig(ABC):
         for name, value in values.items():
             of = model_fields().get(name)
             if of is None:
-                raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+                raise unknown_field(self, name)
             default = of.item.default if of.lacking is ANYTHING else of.lacking
             if value == default or (carried and of.lacking is ANYTHING):
                 continue

@@ -9,12 +9,12 @@ from txl.config.families import model_from_dict
 from txl.config.model import ModelConfig
 from txl.config.sections import DataConfig, EvalConfig, TrainConfig
 from txl.config.transformer_xl import TransformerXLConfig
-from txl.config.values import from_plain
+from txl.config.values import OnlyFields, from_plain, require
 from txl.files import JsonObject
 
 
 @dataclass
-class RunConfig:
+class RunConfig(OnlyFields):
     """Everything that determines a run, apart from the machine."""
 
     name: str = field(default="custom", metadata={"may_change": True})
@@ -44,6 +44,7 @@ class RunConfig:
 
 def validate(run: RunConfig) -> None:
     """Check the rules of a whole configuration, apart from those that depend on the data."""
+    require(run.name.isprintable(), "name", repr(run.name), "a name of printable characters, in one line")
     for section in (run.model, run.train, run.data, run.eval):
         section.validate()
     run.model.validate_use(run.train, run.eval)

@@ -11,7 +11,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Literal, TypedDict
 
-from txl.config.values import LARGEST, check_ranges, require, setting
+from txl.config.values import LARGEST, OnlyFields, check_ranges, require, setting
 from txl.errors import UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
@@ -119,7 +119,7 @@ def validate_temperature(temperature: float, name: str = "temperature") -> None:
 
 
 @dataclass
-class DataConfig:
+class DataConfig(OnlyFields):
     """The text of a run, and the unit in which it is read."""
 
     corpus: str = setting("stdlib", "name of a corpus, or your own file, folder or glob")
@@ -163,7 +163,7 @@ class DataConfig:
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(OnlyFields):
     """The settings of training."""
 
     steps: int = setting(400_000, "updates of the weights", at_least=1)
@@ -429,7 +429,7 @@ class TrainConfig:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(OnlyFields):
     """Default settings of an evaluation; command-line options override them."""
 
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)

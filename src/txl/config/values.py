@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from txl.errors import UserError
+from txl.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 TypeHint = Any
@@ -23,6 +23,21 @@ class Section(Protocol):
     """A section of a configuration: an instance of any dataclass."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+class OnlyFields:
+    """Base class of a configuration and its sections: a misspelt field cannot be set."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in type(self).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
+            raise unknown_field(self, name)
+        super().__setattr__(name, value)
+
+
+def unknown_field(section: Any, name: str) -> AttributeError:
+    """Return the error for a field that a section does not have; it names the nearest fields."""
+    hint = did_you_mean(name, section.__dataclass_fields__)
+    return AttributeError(f"{type(section).__name__} has no field {name!r}" + (f"; {hint}" if hint else ""))
 
 
 LARGEST = 2**53

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 def say(message: str, quiet: bool) -> None:
     """Print one line, unless quiet."""
     if not quiet:
-        print(message, file=sys.stderr)
+        print(" ".join(message.splitlines()), file=sys.stderr)
 
 
 @contextmanager

@@ -106,9 +106,10 @@ class Display:
                 self._live.stop()
 
     def message(self, text: str) -> None:
-        """Print a line that stays on the screen."""
+        """Print a line that stays on the screen; a path in it may hold line ends."""
         if self.quiet:
             return
+        text = " ".join(text.splitlines())
         try:
             if self._live:
                 self._live.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -28,7 +28,7 @@ from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import read_state, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
-from txl.runs.events import EventName
+from txl.runs.events import EventName, StartEvent, select
 from txl.training.building import check_trainable, model_to_train
 from txl.training.compilation import compile_layers
 from txl.training.display import Display
@@ -97,8 +97,12 @@ class Trainer:
         self._init_note: str | None = None
         self.processes = Processes()
 
+    @torch.inference_mode(False)
+    @torch.enable_grad()
     def fit(self) -> JsonObject:
         """Train up to the last step; resume first if the directory holds a run.
+
+        Gradients are computed even where the caller has disabled them.
 
         Returns:
             Values of directory, step, tokens, seconds, best_nll and best_step (the last two None without validation).
@@ -270,6 +274,8 @@ class Trainer:
             loop.resume(self.directory.checkpoints / found)
             before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
             self._note_changes(loop, RunConfig.from_dict(before))
+            if self.processes.is_first and self.device == "cpu":
+                self._note_threads(loop.setup.display)
             self._announce(loop, EventName.RESUME)
         self._note_what_belongs(loop)
         if self.processes.is_first and self.directory.config() != self.run:
@@ -289,6 +295,16 @@ class Trainer:
             loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
             told = "; ".join(changes) or "as if it had been configured so from the start"
             display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
+
+    def _note_threads(self, display: Display) -> None:
+        """Report another number of threads, with which the CPU's sums are rounded differently."""
+        before = select(self.directory.events(), StartEvent)[-1:]
+        old, new = before[0]["hardware"].get("threads") if before else None, torch.get_num_threads()
+        if old is not None and old != new:
+            display.message(
+                f"note: the run was computed in {old} threads, now in {new}, which round differently; set "
+                f"OMP_NUM_THREADS={old} to go on bit for bit"
+            )
 
     def _newest_good(self, display: Display) -> str | None:
         """Return the name of the checkpoint to resume from, or None, and report newer ones that cannot be used."""
