@@ -28,6 +28,7 @@ from txl.config import validate, with_options
 from txl.presets.minutes import StepTimes
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
+from txl.runs.events import DemoEvent, EndEvent, select
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "interop" / "golden"
@@ -119,10 +120,13 @@ def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):
     compared = ("zlib", "bz2", "lzma", "has seen training text (lzma that has seen it too: ")
     for part in (MARK, "with memory 16", "without", *compared, str(out / "report.html")):
         assert part in summary
-    samples = [event for event in RunDirectory(out).events() if event["event"] == "sample"]
+    events = RunDirectory(out).events()
+    samples = [event for event in events if event["event"] == "sample"]
     assert len({event["prompt"] for event in samples}) == 3
     assert all(event["prompt"] in story.read_text() and event["text"] for event in samples)
-    row = next(event for event in RunDirectory(out).events() if event["event"] == "sweep")["rows"][-1]
+    [whole], [trained] = select(events, DemoEvent), select(events, EndEvent)
+    assert whole["seconds"] > trained["elapsed"] > 0
+    row = next(event for event in events if event["event"] == "sweep")["rows"][-1]
     assert (row["mem_len"], row["tokens"] + row["dropped"] + 1, row["dtype"]) == (16, 1000, "float32")
 
 

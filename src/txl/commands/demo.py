@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.presets import preset
     from txl.training.compilation import can_capture
 
+    began = time.monotonic()
     changes, limit = config_options(arguments), arguments.test_tokens
     if arguments.preset == _PRESET:
         changes = arithmetic_of(Path(arguments.out)) | changes
@@ -92,11 +94,13 @@ def run(arguments: argparse.Namespace) -> None:
 
     from txl.reporting.report import default_checkpoint, summary_lines
     from txl.runs.directory import RunDirectory
+    from txl.runs.events import EventName
 
     context, text = samples[-1]
     for line in [*context.splitlines()[-_READ:], MARK, *text.splitlines()[:_WRITTEN], ""]:
         print(line)
     trained = RunDirectory(out)
+    trained.append(EventName.DEMO, config.train.steps, seconds=time.monotonic() - began)
     for line in summary_lines(trained.events(), Path(out) / "report.html", default_checkpoint(trained)):
         print(line)
 

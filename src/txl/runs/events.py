@@ -40,6 +40,7 @@ class EventName(StrEnum):
     DYNAMIC = "dynamic"
     SAMPLE = "sample"
     COMPRESSION = "compression"
+    DEMO = "demo"
 
 
 class LogEvent(TypedDict):
@@ -313,6 +314,13 @@ class CompressionEvent(LogEvent):
     """Bytes by which the output of lzma grows if the text is appended to the training text."""
 
 
+class DemoEvent(LogEvent):
+    """`txl demo` ends."""
+
+    seconds: float
+    """Time of the whole command, with preparation, training, evaluation, texts and report."""
+
+
 EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.START: StartEvent,
     EventName.RESUME: StartEvent,
@@ -335,6 +343,7 @@ EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.DYNAMIC: DynamicEvent,
     EventName.SAMPLE: SampleEvent,
     EventName.COMPRESSION: CompressionEvent,
+    EventName.DEMO: DemoEvent,
 }
 """Fields of each event's line."""
 
