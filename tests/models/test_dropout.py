@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from txl.config import TransformerXLConfig
+import txl
+from txl.config import TransformerConfig, TransformerXLConfig
 from txl.models import build_model
 from txl.models.layers import LockedDropout, word_mask
 
@@ -79,7 +80,7 @@ def test_a_dropped_word_is_dropped_wherever_it_stands():
     plain = model.embedding(tokens)
     factors = {}
     for token in range(11):
-        here = (entered[0] / plain)[tokens == token]
+        here = (entered[0] / plain)[:, 1:][tokens[:, 1:] == token]  # a first word has no memory and is never dropped
         assert here.max() == here.min()
         factors[token] = here.max().item()
     assert set(factors.values()) == {0.0, 2.0}
@@ -104,3 +105,64 @@ def test_dropped_words_are_still_predicted():
     log_probs = (hidden @ model.embedding.tables[0].t() + model.softmax.bias).log_softmax(dim=-1)
     found, _ = model.log_probs(tokens, model.init_state(1))
     torch.testing.assert_close(found, log_probs)
+
+
+WITH_WORD_DROPOUT = [
+    name
+    for name in txl.presets()
+    if isinstance(model := txl.preset(name).model, TransformerConfig) and model.dropout_words > 0
+]
+
+
+def _gradient_norm(model, tokens, state):
+    model.zero_grad()
+    loss, state = model.training_loss(tokens[:, :-1], tokens[:, 1:], state)
+    loss.backward()
+    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))), state
+
+
+@pytest.mark.parametrize("name", WITH_WORD_DROPOUT)
+def test_a_word_dropped_without_memory_does_not_explode_the_gradient(name):
+    """In the first step, and after lanes have been emptied: such a word was exactly 0 in all layers.
+
+    Half of the words are dropped, so that every seed drops a first word.
+    """
+    model = build_model(dataclasses.replace(txl.preset(name).model, dropout_words=0.5, cutoffs=()), 53).train()
+    for seed in range(1, 9):
+        torch.manual_seed(seed)
+        model.init_weights()
+        tokens = torch.randint(53, (5, 8))
+        norm, state = _gradient_norm(model, tokens, model.init_state(5))
+        assert norm < 100
+        norm, _ = _gradient_norm(model, tokens, state.reset(torch.arange(5) % 2 == 0))
+        assert norm < 100
+
+
+def test_presets_with_word_dropout_are_known():
+    assert {"ptb", "ptb-small", "wikitext-2", "wikitext-2-ablation-no-memory"} <= set(WITH_WORD_DROPOUT)
+
+
+@pytest.mark.parametrize("mem_len", [0, 6])
+def test_the_first_word_of_a_lane_without_memory_is_never_dropped(mem_len):
+    """Also if only the device knows which lanes are empty, as in a recorded step; other lanes drop their first word."""
+    torch.manual_seed(0)
+    shape = dataclasses.replace(SHAPE, dropout=0.0, dropout_qkv=0.0, dropout_words=0.999, n_layer=1, mem_len=mem_len)
+    model = build_model(shape, 11).train()
+    entered = []
+    model.dropout_embed.register_forward_hook(lambda _, inputs, __: entered.append(inputs[0].detach()))
+    tokens = torch.randint(11, (3, 5))
+    plain = model.embedding(tokens)
+    _, state = model.nll(tokens, tokens, model.init_state(3))
+    assert torch.equal(entered[0][:, 0], plain[:, 0])
+    assert not entered[0][:, 1:].any()
+    if mem_len == 0:
+        return
+    model.nll(tokens, tokens, state)
+    assert not entered[1].any()
+    emptied = state.reset(torch.tensor([False, True, False]))
+    recorded = dataclasses.replace(emptied, filled=None, filled_tensor=torch.tensor(emptied.filled))
+    for number, one in enumerate((emptied, recorded), start=2):
+        model.nll(tokens, tokens, one)
+        assert torch.equal(entered[number][1, 0], plain[1, 0])
+        assert not entered[number][::2].any()
+        assert not entered[number][1, 1:].any()

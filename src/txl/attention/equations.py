@@ -72,6 +72,13 @@ class KeyScope:
             return torch.tensor(oldest, device=device)
         return sent(torch.tensor(oldest, device="cpu"), device)
 
+    def lanes_without_memory(self, n_lane: int, device: torch.device) -> Bool[Tensor, " B"] | None:
+        """Return which of `n_lane` lanes have no filled position of memory; None: no lane."""
+        if self.memory == 0:
+            return torch.ones(n_lane, dtype=torch.bool, device=device)
+        oldest = self.oldest(device)
+        return None if oldest is None else oldest == self.memory
+
     def mask(self, n_query: int, device: torch.device | None = None) -> Bool[Tensor, "T S"] | Bool[Tensor, "B T S"]:
         """Return a mask that is true where a query sees a key, with one mask per lane if `filled` is given."""
         query = torch.arange(n_query, device=device)[:, None] + self.memory

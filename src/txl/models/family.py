@@ -10,7 +10,7 @@ from abc import abstractmethod
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from txl.config import Lengths, Limit, LossName, ModelConfig, TrainConfig
@@ -142,17 +142,30 @@ class FamilyModel(LanguageModel[StateT]):
         """Return empty memory for `batch_size` lanes, with `lengths` already completed and checked."""
 
     def _embedded(
-        self, tokens: Int64[Tensor, "B T"], state: StateT, positions: Float[Tensor, "T E"] | None = None
+        self,
+        tokens: Int64[Tensor, "B T"],
+        state: StateT,
+        positions: Float[Tensor, "T E"] | None = None,
+        begins: Bool[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B T E"]:
-        """Return h^0; `positions`, if given, are added before the dropout (Vaswani et al., Section 5.4)."""
+        """Return h^0.
+
+        Args:
+            tokens: tokens of the segment.
+            state: memory before them.
+            positions: vectors that are added before the dropout (Vaswani et al., Section 5.4).
+            begins: lanes whose first token is not dropped by `dropout_words`; None: none.
+        """
         if tokens.shape[0] != state.batch_size:
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
             raise UserError("tokens have no positions; expected at least one in each lane")
         hidden = self.embedding(tokens)
         if self.training and self.config.dropout_words > 0:
-            mask = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)
-            hidden = hidden * mask[tokens][..., None].to(hidden.dtype)
+            factor = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)[tokens]
+            if begins is not None:
+                factor[:, 0] = torch.where(begins, 1.0, factor[:, 0])
+            hidden = hidden * factor[..., None].to(hidden.dtype)
         return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 
     def nll(

@@ -289,7 +289,12 @@ class TransformerXL(FamilyModel[Memory]):
             or state.hidden[0].shape[-1] != self.config.d_model
         ):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
-        hidden = self._embedded(tokens, state)
+        begins = None
+        if self.training and self.config.dropout_words > 0:
+            # A token without memory sees only itself. If its word were dropped, it would be exactly 0 in every layer,
+            # and the backward pass of each LayerNorm would multiply its gradient by 1/sqrt(eps) = 316.
+            begins = state.scope().lanes_without_memory(len(tokens), tokens.device)
+        hidden = self._embedded(tokens, state, begins=begins)
         held = None if self.training or torch.is_grad_enabled() else self._projections(hidden, state)
         if held is None:
             return self._from_hidden(hidden, state)
