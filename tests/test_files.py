@@ -12,8 +12,9 @@ import pytest
 
 import txl
 from tests.conftest import small_run
+from txl.cli import main
 from txl.errors import UserError
-from txl.files import remove_partials, replacing, write_whole
+from txl.files import file_sha256, parsed_json, read_json, remove_partials, replacing, write_whole
 from txl.interop.export_run import export_run
 
 
@@ -27,6 +28,48 @@ def test_a_file_is_replaced_whole_or_stays(tmp_path):
     write_whole(path, "new")
     assert path.read_text() == "new"
     assert [each.name for each in tmp_path.iterdir()] == ["text"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[" * 100_000, "nested too deeply"),
+        ("[" * 66 + "]" * 66, "nested too deeply"),
+        ('{"a": [18446744073709551616]}', "beyond 64 bits"),
+        ("[-9223372036854775809]", "beyond 64 bits"),
+        ("1" * 5000, "Exceeds the limit"),
+        ("{", "Expecting"),
+    ],
+)
+def test_json_that_no_code_can_work_with_is_refused(text, reason):
+    with pytest.raises(ValueError, match=reason):
+        parsed_json(text)
+
+
+def test_json_within_the_limits_is_read():
+    value = {"a": [1, -(2**63), 2**64 - 1, 0.5, None, True, "x"], "b": {}}
+    for _ in range(62):
+        value = {"inner": value}
+    assert parsed_json(json.dumps(value)) == value
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_named_pipe_or_a_device_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path / "config.json", Path("/dev/zero")):
+        for read in (read_json, file_sha256):
+            with pytest.raises(OSError, match="not a regular file"):
+                read(path)
+
+
+def test_a_message_from_a_file_is_one_bounded_line_without_control_characters(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"\x1b[2J" + "x" * 10_000: 1, "name": "a"}))
+    assert main(["status", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert len(error) < 2100
+    assert "\x1b" not in error
+    assert error.endswith("is not known to this version\n")
 
 
 def test_writers_at_the_same_time_do_not_mix_their_files(tmp_path):

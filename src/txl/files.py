@@ -17,6 +17,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from txl.errors import UserError
 
 JsonObject = dict[str, Any]
 """JSON object; code that reads a JSON object checks the values that it uses."""
+_DEEPEST = 64
+"""Greatest depth of nested JSON values that is read."""
 _logger = logging.getLogger(__name__)
 
 
@@ -138,8 +142,29 @@ def write_whole(path: Path, text: str) -> None:
         raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
+def parsed_json(text: str) -> Any:
+    """Parse JSON that may come from anybody: every use of the value can then recurse, print it and compute with it.
+
+    Raises:
+        ValueError: if the text is not JSON, is nested more than 64 deep, or has a whole number beyond 64 bits.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level, depth = [value], 0
+    while level:
+        if depth > _DEEPEST:
+            raise ValueError("nested too deeply")
+        if any(type(each) is int and not -(2**63) <= each < 2**64 for each in level):
+            raise ValueError("a whole number beyond 64 bits")
+        parts = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        level, depth = list(chain.from_iterable(parts)), depth + 1
+    return value
+
+
 def read_json(path: Path, remedy: str = "") -> Any:
-    """Read a JSON file.
+    """Read a JSON file, see `parsed_json`.
 
     Args:
         path: the file.
@@ -149,12 +174,26 @@ def read_json(path: Path, remedy: str = "") -> Any:
         OSError: if the file cannot be read.
         UserError: if the content is not JSON.
     """
+    with opened(path) as file:
+        content = file.read()
     try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError also for a number with too many digits
-        what = "empty" if path.stat().st_size == 0 else f"not JSON ({error})"
+        return parsed_json(content.decode("utf-8"))
+    except ValueError as error:
+        what = f"not JSON ({error})" if content else "empty"
         raise UserError(f"{path}: {what}" + (f"; {remedy}" if remedy else "")) from None
+
+
+def opened(path: Path) -> BufferedReader:
+    """Open a file for reading bytes; a named pipe or a device, whose reading may never end, is refused.
+
+    Raises:
+        OSError: if it is not a regular file, or cannot be read.
+    """
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return file
 
 
 def with_null(value: object) -> Any:
@@ -214,7 +253,7 @@ def refuse_file(path: Path, what: str, expected: str = "a directory") -> None:
 
 def file_sha256(path: Path) -> str:
     """Return the sha256 of a file's content, in hexadecimal digits."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -281,9 +281,10 @@ def test_pruning_keeps_the_newest_and_the_protected(tmp_path):
     assert checkpoint_names(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
 
 
-def _manifest(step: int) -> str:
-    """Return a manifest that lists no files."""
-    manifest = {"format": 2, "step": step, "files": {}}
+def _manifest(step: int, *names: str) -> str:
+    """Return a manifest that lists files of 0 bytes."""
+    files = {name: {"bytes": 0, "sha256": ""} for name in names}
+    manifest = {"format": 2, "step": step, "files": files}
     return json.dumps(manifest | {"sha256": _own_sha256(manifest)})
 
 
@@ -302,6 +303,8 @@ def _manifest(step: int) -> str:
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered: its sha256 is wrong"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
         (lambda path: path.write_text(_manifest(7)), "does not list model.safetensors"),
+        (lambda path: path.write_text(_manifest(7, "/dev/zero")), "names a file outside of its directory"),
+        (lambda path: path.write_text(_manifest(7, "x/../../y")), "names a file outside of its directory"),
     ],
 )
 def test_a_damaged_manifest_is_refused(damage, message, tmp_path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 from tests.conftest import options_of, small_run
@@ -17,10 +20,27 @@ from txl.runs.status import run_status
 from txl.training.trainer import Trainer
 
 
+FILES = ("manifest.json", "model.safetensors", "training_state.json")
+
+
 @pytest.fixture
 def copy(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "copy")
     return tmp_path / "copy"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize(
+    "name", ["config.json", "log.jsonl", ".lock", "best", *(f"checkpoints/step-00000012/{each}" for each in FILES)]
+)
+def test_a_named_pipe_in_a_run_directory_is_not_waited_for(name, copy):
+    """A process of its own has a time limit: in this one, a pipe would stop the tests for ever."""
+    (copy / name).unlink(missing_ok=True)
+    os.mkfifo(copy / name)
+    command = [sys.executable, "-m", "txl", "status", str(copy)]
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
+    assert ended.returncode in (0, 2)
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_finished_run(copy, capsys):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from txl.errors import UserError
-from txl.files import JsonObject
+from txl.files import JsonObject, parsed_json
 
 MAGIC = b"\x89TXL\r\n\x1a\n"
 VERSION = 2
@@ -121,8 +121,8 @@ class ContainerReader:
         self._check(start + fixed + packed, "its header")
         try:
             unpack = zlib.decompressobj() if version == 1 else zlib.decompressobj(-zlib.MAX_WBITS, _USUAL)
-            values = json.loads(unpack.decompress(packed, _LONGEST_HEADER))
-        except (zlib.error, ValueError, RecursionError):
+            values = parsed_json(unpack.decompress(packed, _LONGEST_HEADER).decode())
+        except (zlib.error, ValueError):
             raise self._damaged("its header") from None
         if not isinstance(values, dict):
             raise self._damaged("its header")

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from txl.files import JsonObject
 from txl.reporting.compressors import SETTINGS
@@ -15,6 +16,7 @@ from txl.runs.events import (
     EventName,
     ReasonEvent,
     SampleEvent,
+    SplitRecord,
     StartEvent,
     TrainEvent,
     ValidEvent,
@@ -83,7 +85,7 @@ class Findings:
         split = self.split_of(row)
         return None if split is None else split.get("unknown")
 
-    def split_of(self, row: Evaluation) -> JsonObject | None:
+    def split_of(self, row: Evaluation) -> SplitRecord | None:
         """Return the counts and hashes of the evaluated split; None if it is not part of the training corpus."""
         corpus = self.start["corpus"]
         return corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
@@ -182,7 +184,7 @@ def _own_way(row: Evaluation, start: StartEvent) -> bool:
     The run's test settings can contain a temperature, but never a sliding window or exhaustive lanes. Of the text that
     the run was trained on, the whole split is then read.
     """
-    own, corpus = start["config"]["eval"], start["corpus"]
+    corpus, own = start["corpus"], cast("Mapping[str, object]", start["config"]["eval"])
     split = corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
     is_whole = split is None or tokens_read(row) == split.get("tokens", tokens_read(row))
     values: Mapping[str, object] = row

@@ -280,7 +280,12 @@ def _corpus(found: Findings) -> str:
     corpus = found.start["corpus"]
     unknown = any(record.get("unknown") for record in corpus["splits"].values())
     rows = [
-        [split, f"{record['tokens']:,}", f"{record['bytes']:,}", *([f"{record['unknown']:,}"] if unknown else [])]
+        [
+            split,
+            f"{record['tokens']:,}",
+            f"{record['bytes']:,}",
+            *([f"{record.get('unknown', 0):,}"] if unknown else []),
+        ]
         for split, record in corpus["splits"].items()
     ]
     hashes = [(f"{split}, text", record["sha256_text"]) for split, record in corpus["splits"].items()]

@@ -10,7 +10,7 @@ from txl.data.sources import WHOLE
 from txl.data.user_text import is_cut
 from txl.files import JsonObject
 from txl.reporting.findings import tokens_read
-from txl.runs.events import Evaluation, EvaluationFigures
+from txl.runs.events import Evaluation, EvaluationFigures, SplitRecord
 
 
 def plain(text: str) -> str:
@@ -89,7 +89,7 @@ def split_text(split: str) -> str:
     return "whole text" if split == WHOLE else f"{split} split"
 
 
-def settings_text(row: Evaluation, split: JsonObject | None = None, memory: bool = True) -> str:
+def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: bool = True) -> str:
     """Return in words the split, targets, memory, window and segment of an evaluation, and its unusual settings.
 
     Args:

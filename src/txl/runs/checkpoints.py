@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
@@ -252,6 +252,9 @@ def read_manifest(checkpoint: Path) -> JsonObject:
     for name, kind in (("step", int), ("files", dict)):
         if type(manifest.get(name)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
+    for name in map(PurePosixPath, manifest["files"]):
+        if name.is_absolute() or ".." in name.parts:
+            raise UserError(f"{path}: names a file outside of its directory ({name})")
     if manifest.get("sha256") != _own_sha256(manifest):
         raise UserError(f"{path}: altered: its sha256 is wrong; {OTHERWISE}")
     if checkpoint_name(manifest["step"]) != checkpoint.name:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import portalocker
 from portalocker import LockFlags
@@ -27,7 +27,7 @@ from portalocker import LockFlags
 from txl.config import RunConfig, model_from_dict
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import JsonObject, read_json, with_null, write_whole
+from txl.files import JsonObject, opened, parsed_json, read_json, with_null, write_whole
 from txl.runs.checkpoints import (
     MODEL_FILE,
     checkpoint_name,
@@ -133,7 +133,8 @@ class RunDirectory:
         """
         path = self.path / "log.jsonl"
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            with opened(path) as file:
+                text = file.read().decode("utf-8", errors="replace")
         except FileNotFoundError:
             return [], 0
         except OSError as error:
@@ -142,8 +143,8 @@ class RunDirectory:
         # Not splitlines, which would also split at U+2028 and similar characters that a logged text may hold.
         for line in text.split("\n"):
             try:
-                event = json.loads(line) if line.strip() else None
-            except (ValueError, RecursionError):
+                event = parsed_json(line) if line.strip() else None
+            except ValueError:
                 event = {}
             event = _with_nan(event) if isinstance(event, dict) else {}
             if is_complete(event):
@@ -171,12 +172,13 @@ class RunDirectory:
     def trained_on(self) -> JsonObject:
         """Return the logged record of the training corpus (`Corpus.info`); empty for an imported model."""
         started = self.started()
-        return {} if started is None else started.get("corpus", {})
+        return {} if started is None else cast("JsonObject", started["corpus"])
 
     def pointer(self, name: str) -> Path | None:
         """Return the checkpoint that `best` or `latest` names, if there is one."""
         try:
-            target = (self.path / name).read_text(encoding="utf-8").strip()
+            with opened(self.path / name) as file:
+                target = file.read(64).decode("utf-8").strip()
         except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
             return None
         if not re.fullmatch(r"step-\d{8,}", target):
@@ -264,7 +266,7 @@ class RunDirectory:
     def is_locked(self) -> bool:
         """Return whether a process on this machine is training in this directory now."""
         try:
-            with open(self.path / ".lock") as file:
+            with opened(self.path / ".lock") as file:
                 portalocker.lock(file, LockFlags.SHARED | LockFlags.NON_BLOCKING)
         except portalocker.AlreadyLocked:
             return True

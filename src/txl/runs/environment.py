@@ -17,7 +17,7 @@ def describe_hardware(device: str) -> JsonObject:
     """Return a description of processor, cores, threads, memory and compute device."""
     described: JsonObject = {
         "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_bytes": _main_memory(),
         "device": device,

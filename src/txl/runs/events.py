@@ -53,13 +53,64 @@ class LogEvent(TypedDict):
     """Seconds since 1970."""
 
 
+class SplitRecord(TypedDict):
+    """Sizes and hashes of a split of a corpus."""
+
+    tokens: int
+    bytes: int
+    unknown: NotRequired[int]
+    sha256_text: str
+    sha256_tokens: str
+
+
+class CorpusRecord(TypedDict):
+    """The corpus that a run is trained on (`Corpus.info`)."""
+
+    name: str
+    unit: str
+    vocabulary_size: int
+    identity: str
+    splits: dict[str, SplitRecord]
+
+
+class TrainSettings(TypedDict):
+    """Entries of a logged configuration's `train` that readers use."""
+
+    steps: int
+    dtype: str
+
+
+class EvalSettings(TypedDict):
+    """Entries of a logged configuration's `eval` that readers use."""
+
+    mem_len: int
+    window: int | None
+
+
+class LoggedConfig(TypedDict):
+    """Configuration of a run (`RunConfig.to_dict`)."""
+
+    model: JsonObject
+    train: TrainSettings
+    eval: EvalSettings
+
+
+class Hardware(TypedDict):
+    """The machine of a run."""
+
+    cpu: str
+    cores: int
+    threads: NotRequired[int]
+    memory_bytes: int | None
+    device: str
+    gpu: NotRequired[str]
+
+
 class StartEvent(LogEvent):
     """Training begins (`start`), or continues from a checkpoint (`resume`)."""
 
-    config: JsonObject
-    """Configuration of the run (`RunConfig.to_dict`)."""
-    corpus: JsonObject
-    """Name, unit, identity and splits of the corpus (`Corpus.info`)."""
+    config: LoggedConfig
+    corpus: CorpusRecord
     parameters: dict[str, int]
     """Number of parameters of each part of the model."""
     total_parameters: int
@@ -67,7 +118,7 @@ class StartEvent(LogEvent):
     """Attention backend in use."""
     compiled: NotRequired[bool]
     """True if `torch.compile` compiles the layers."""
-    hardware: JsonObject
+    hardware: Hardware
     software: dict[str, str]
     command: list[str]
     """Words of the command line (`sys.argv`)."""
@@ -369,33 +420,29 @@ def fields_of(name: EventName) -> frozenset[str]:
 
 
 def is_complete(event: Mapping[str, object]) -> bool:
-    """Return whether a line has the required fields of its event, and values of the declared types.
+    """Return whether a line has the required fields of its event, and values of the declared types at any depth.
 
     The line of an unknown event, which a later version may have written, needs the fields of every line.
     """
     name = event.get("event")
-    return isinstance(name, str) and _has_fields(event, EVENTS.get(cast("EventName", name), LogEvent))
+    return isinstance(name, str) and _fits(event, EVENTS.get(cast("EventName", name), LogEvent))
 
 
-def _has_fields(values: object, kind: Any) -> bool:
-    return isinstance(values, Mapping) and all(
-        _is_of(values[name], *types) if name in values else name not in kind.__required_keys__
-        for name, types in _types_of(kind).items()
-    )
+def _fits(value: object, hint: Any) -> bool:
+    """Return whether a JSON value has a declared type; a TypedDict may have further entries."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if is_typeddict(hint):
+        return isinstance(value, dict) and all(
+            _fits(value[name], each) if name in value else name not in hint.__required_keys__
+            for name, each in _hints_of(hint).items()
+        )
+    if origin is UnionType:
+        return any(_fits(value, each) for each in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, arguments[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+    return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 
-def _is_of(value: object, types: tuple[type, ...], rows: type | None) -> bool:
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        return False
-    return rows is None or all(_has_fields(row, rows) for row in cast("list[object]", value))
-
-
-@functools.cache
-def _types_of(kind: type) -> dict[str, tuple[tuple[type, ...], type | None]]:
-    """Return the types that each field of a TypedDict may have, and the TypedDict of its rows if it has rows."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        types = [get_origin(each) or each for each in (get_args(hint) if isinstance(hint, UnionType) else (hint,))]
-        row = next(iter(get_args(hint)), None)
-        found[name] = (*types, int) if float in types else tuple(types), row if is_typeddict(row) else None
-    return found
+_hints_of = functools.cache(get_type_hints)

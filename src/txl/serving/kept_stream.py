@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.data.decoders import Decoder
-from txl.files import JsonObject
+from txl.files import JsonObject, parsed_json
 from txl.generation.reading import StreamState
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
@@ -273,11 +273,11 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
     """
     try:
         size = int.from_bytes(data[:8], "little")
-        about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["txl_stream"])
+        about = parsed_json(parsed_json(data[8 : 8 + size].decode())["__metadata__"]["txl_stream"])
         tensors = safetensors.torch.load(data)
         if about["format"] != _FORMAT or not isinstance(about["tail"], list):
             raise ValueError
-    except (ValueError, KeyError, TypeError, SafetensorError, RecursionError):
+    except (ValueError, KeyError, TypeError, SafetensorError):
         raise ApiError(400, "not a snapshot of a stream that this version reads", code="bad_snapshot") from None
     for field_name, ours in service.identity.items():
         if about.get(field_name) != ours:

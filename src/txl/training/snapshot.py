@@ -139,7 +139,7 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
         counters, averaged = Counters.from_dict(numbers["progress"]), numbers.get("averaged")
         n_process = int(numbers["processes"])
-    except (KeyError, TypeError, ValueError, AttributeError):
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise UserError(f"{checkpoint}: its training state is damaged; {OTHERWISE}") from None
     identity = setup.corpus.info()["identity"]
     if corpus != identity:

@@ -6,13 +6,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field
 
 import torch
 
 from txl.config import RunConfig
+from txl.config.values import checked, from_plain
 from txl.data.corpora import Corpus
 from txl.data.streams import LaneStream, SentenceStream, StreamPosition
 from txl.errors import UserError
@@ -101,17 +101,18 @@ class Counters:
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> Counters:
-        """Build counters from the result of `dataclasses.asdict`."""
-        try:
-            fields: JsonObject = values | {"watch": LossWatch(**values["watch"])}
-            counters = cls(**fields)
-        except (TypeError, KeyError) as error:
-            raise UserError(f"training state: damaged ({error})") from None
-        for item in dataclasses.fields(counters):
-            value, default = getattr(counters, item.name), getattr(cls(), item.name)
-            if default is not None and not isinstance(value, (int, float) if type(default) is float else type(default)):
-                raise UserError(f"training state: damaged ({item.name} is {value!r})")
-        return counters
+        """Build counters from the result of `dataclasses.asdict`.
+
+        Raises:
+            UserError: if a value has another type.
+        """
+        return from_plain(cls, values, "progress.", {list[float]: _losses})
+
+
+def _losses(values: object) -> list[float]:
+    if not isinstance(values, list):
+        raise UserError("progress.validation_losses is no list")
+    return [checked(float, each, "progress.validation_losses") for each in values]
 
 
 @dataclass
