@@ -189,11 +189,15 @@ def opened(path: Path) -> BufferedReader:
     Raises:
         OSError: if it is not a regular file, or cannot be read.
     """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (closed by the caller)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
+
+
+def _without_waiting(name: str, flags: int) -> int:
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag, and no such pipes
 
 
 def with_null(value: object) -> Any:

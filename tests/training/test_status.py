@@ -19,7 +19,6 @@ from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training.trainer import Trainer
 
-
 FILES = ("manifest.json", "model.safetensors", "training_state.json")
 
 
