@@ -13,13 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 import txl
 from tests.conftest import small_run
 from tests.interop.test_original import GOLDEN
 from txl.cli import main
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.located import LocatedToken, located_tokens
+from txl.data.sources import Piece
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
 from txl.interop.export_run import export_run, flat_modules, tokenizer_files
 from txl.interop.import_run import import_run
@@ -148,14 +153,55 @@ TEXTS = [
 )
 @pytest.mark.parametrize("text", TEXTS)
 def test_tokenizer_files_encode_as_the_vocabulary_does(vocabulary, text):
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_str(tokenizer_files(vocabulary)["tokenizer.json"])
     if vocabulary.kind == "char":
         expected = vocabulary.encode_text(text)
     else:
         expected = vocabulary.encode(text)
     assert tokenizer.encode(text).ids == expected.tolist()
+
+
+WORDS = ["<eos>", "<unk>", "the", "café", "x", "￭.", "￭-￭", "(￭", "￭)", "￭”", "“￭", ".", "—", "￭<￭", "￭>", "eos"]
+PIECES = st.one_of(
+    st.sampled_from(["the", "café", "cafe\u0301", "x", "eos", "<eos>", "<unk>", "\r\n", "\ufeff"]),
+    st.sampled_from("￭_0.-()“”—<>$😀 \t\n\r\x1c\x85\u2028\u3000"),
+    st.characters(codec="utf-8", exclude_characters="\0"),
+)
+
+
+def place(token: LocatedToken, data: bytes) -> tuple[int, int]:
+    """Return the characters of a token's place; a part of a character has its place, and \\r\\n that of its \\n."""
+    start = token.end - 1 if token.text == b"\r\n" else token.start
+    return len(data[:start].decode(errors="ignore")), len(data[: token.end].decode(errors="replace"))
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        WordVocabulary(WORDS, rule="punctuation"),
+        WordVocabulary(WORDS, rule="punctuation", normalise=True),
+        WordVocabulary(WORDS),
+        CharVocabulary("thecaféx.-()“”—<> \n", normalise=True),
+        ByteVocabulary(),
+        BpeVocabulary.train(["the café (x) — “the café”."] * 5, 270),
+    ],
+    ids=["punctuation", "normalised", "word", "char", "byte", "bpe"],
+)
+def with_tokenizer(request) -> tuple[Vocabulary, Tokenizer]:
+    return request.param, Tokenizer.from_str(tokenizer_files(request.param)["tokenizer.json"])
+
+
+@settings(deadline=None)
+@given(text=st.lists(PIECES, max_size=12).map("".join))
+@example("The cat. (the cat) well-known")
+@example("￭.￭x ￭ (￭x) x.￭")
+@example("<eos>. <eos>x (<eos>) <unk>")
+def test_tokenizer_files_give_the_ids_and_the_places_of_the_vocabulary(with_tokenizer, text):
+    vocabulary, tokenizer = with_tokenizer
+    found, data = tokenizer.encode(text), text.encode()
+    tokens = [*located_tokens(Piece(Path("text")), [data], vocabulary)][: len(found.ids)]  # a last line end is added
+    assert found.ids == vocabulary.encode(text).tolist() == [token.id for token in tokens]
+    assert found.offsets == [place(token, data) for token in tokens]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from txl.data.vocabulary import (
     WordVocabulary,
     byte_symbols,
 )
-from txl.data.words import JOINER, joining_rules
+from txl.data.words import EOS, JOINER, UNK, marks
 from txl.errors import UserError
 from txl.files import JsonObject, check_new_directory, follow_umask
 from txl.interop.conversion import FREE, floating
@@ -232,19 +232,44 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
     separators = normalizers.Replace(Regex("[\x1c-\x1f]"), " ")  # white space in Python, not in the library
     line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")
-    joiners = joining_rules() if vocabulary.rule == "punctuation" else ()
-    tokenizer.normalizer = normalizers.Sequence(
-        [separators, *(normalizers.Replace(Regex(pattern), content) for pattern, content in joiners), line_ends]
-    )
+    with_joiners, pieces = _marks() if vocabulary.rule == "punctuation" else ([], pre_tokenizers.WhitespaceSplit())
+    tokenizer.normalizer = normalizers.Sequence([separators, *with_joiners, line_ends])
+    tokenizer.pre_tokenizer = pieces
     if vocabulary.rule == "punctuation":
         space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
         tokenizer.decoder = decoders.Sequence([space, decoders.Fuse(), touching])
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if vocabulary.boundary is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{vocabulary.eos} $A", special_tokens=[(vocabulary.eos, vocabulary.eos_id)]
         )
     return tokenizer
+
+
+def _marks() -> tuple[list[normalizers.Replace], pre_tokenizers.Sequence]:
+    r"""Return normalisers that add joiners to marks, and a cutter into words (rule "punctuation", `txl.data.words`).
+
+    An inserted character has the offsets of the character before it. So what joins a mark is inserted behind the mark:
+    `￭` if the mark joins the next word, and \x1c, which no text holds at this point, if it joins the previous word.
+    The cutter puts `￭` before every word (Metaspace: with the offsets of the word's first character), and removes it
+    where there is no \x1c. A word that begins with `￭` would get none before it; it is given one here.
+    """
+    mark, other = f"[{marks()}]", f"[^\\s{marks()}]"
+    end = f"(?:eos|unk)>(?=[\\s{marks()}]|\\z)"  # of `<eos>` and `<unk>`, whose marks are no words
+    rules = (
+        (f"(?<!{other}){JOINER}", JOINER * 2),
+        (f"(?<=\\A{mark}|\\s{mark})(?={other})(?!(?<=<){end})", JOINER),
+        (f"(?<=\\S{mark})(?={other})", f"{JOINER}\x1c"),
+        (f"(?<=\\S{mark})(?!{other})(?<!\\A{EOS}|\\s{EOS}|\\A{UNK}|\\s{UNK})", "\x1c"),
+    )
+    word = Regex(f"(?<!\\S)<{end}|{mark}{JOINER}?\x1c?|{other}+")
+    cutter = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(word, "removed", invert=True),
+            pre_tokenizers.Metaspace(JOINER, "always", split=False),
+            pre_tokenizers.Split(Regex(f"\\A{JOINER}(?![^\x1c]*\x1c)|\x1c"), "removed"),
+        ]
+    )
+    return [normalizers.Replace(Regex(pattern), content) for pattern, content in rules], cutter
 
 
 def is_own_export(folder: Path) -> bool:
