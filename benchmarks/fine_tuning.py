@@ -1,6 +1,6 @@
 """Measure what the learning rate of fine-tuning trades: the loss on a new text against that on the old one.
 
-    python -m benchmarks.fine_tuning results/fine-tuning.json OLD.txt NEW.txt FOLDER
+    python -m benchmarks.fine_tuning results/fine-tuning.json OLD.txt NEW.txt FOLDER SEED ...
 
 A small model is trained on the old text, then tuned on the new one at several rates. Every model is measured on the
 test splits of both. Runs in FOLDER that are finished are not trained again.
@@ -22,7 +22,7 @@ from txl.cli import main as txl
 
 BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --train.dtype bfloat16")
 """About what `txl train --minutes 2` chooses for a novel."""
-STEPS, RATES, SEEDS = 500, (3.2e-3, 1e-3, 3.2e-4), (1, 2)
+STEPS, RATES = 500, (3.2e-3, 1e-3, 3.2e-4)
 """Steps of tuning; its peak rates, the first that of the base run."""
 
 
@@ -44,25 +44,29 @@ def measured(run: Path, old: str, new: str) -> dict[str, Any]:
     }
 
 
-def main(out: str, old: str, new: str, folder: str) -> None:
+def main(out: str, old: str, new: str, folder: str, *seeds: str) -> None:
     """Train, tune and measure with every seed, and write the record."""
     rows = []
-    for seed in SEEDS:
+    for seed in seeds:
         base = Path(folder) / f"base-{seed}"
         seeded = ("--train.seed", seed)
         command("train", "stdlib-bpe", "--out", base, "--corpus", old, *BASE, *seeded)
-        rows.append({"seed": seed, "learning_rate": None, **measured(base, old, new)})
+        rows.append({"seed": int(seed), "learning_rate": None, **measured(base, old, new)})
         for rate in RATES:
             tuned = Path(folder) / f"tuned-{seed}-{rate:g}"
             options = ("--corpus", new, "--steps", STEPS, "--learning-rate", rate, *seeded)
             command("train", base, "--out", tuned, "--init-from", base, *options)
-            rows.append({"seed": seed, "learning_rate": rate, **measured(tuned, old, new)})
+            rows.append({"seed": int(seed), "learning_rate": rate, **measured(tuned, old, new)})
     names = [Path(text).name for text in (old, new)]
     settings = {"base": BASE, "steps": STEPS, "old": names[0], "new": names[1]}
-    write(Path(out), f"python -m benchmarks.fine_tuning {out} {' '.join(names)} FOLDER", settings | {"rows": rows})
+    write(
+        Path(out),
+        f"python -m benchmarks.fine_tuning {out} {' '.join(names)} FOLDER {' '.join(seeds)}",
+        settings | {"rows": rows},
+    )
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 5:
-        sys.exit("usage: python -m benchmarks.fine_tuning FILE OLD NEW FOLDER")
+    if len(sys.argv) < 6:
+        sys.exit("usage: python -m benchmarks.fine_tuning FILE OLD NEW FOLDER SEED ...")
     main(*sys.argv[1:])
