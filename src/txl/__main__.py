@@ -22,12 +22,13 @@ every other program; without spinning, threads wake too late for the short opera
 
 
 def command() -> None:
-    """Run the given command, and exit with the command's exit code: 130 or 143 if a signal stopped the command."""
-    # A shell starts background jobs with Ctrl-C ignored; leave this setting as it is.
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted)
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _interrupted)
+    """Run the given command, and exit with its exit code: 128 plus the number of the signal that has stopped it."""
+    from txl.errors import STOP_SIGNALS
+
+    for each in STOP_SIGNALS:
+        # A shell starts background jobs with Ctrl-C ignored, nohup ignores SIGHUP; leave this setting as it is.
+        if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(each, _interrupted)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from txl.cli import main
@@ -44,17 +45,20 @@ def command() -> None:
 def _interrupted(received: int, frame: FrameType | None) -> None:
     """Raise an exception in a running command, so that the command can clean up; otherwise exit at once.
 
-    Ctrl-C raises KeyboardInterrupt, SIGTERM raises SystemExit. The process exits at once while modules are imported,
-    before the command begins, after the command has ended, and at a second signal.
+    Ctrl-C raises KeyboardInterrupt, other signals raise SystemExit. The process exits at once while modules are
+    imported, before the command begins, after it has ended, and at a second Ctrl-C or SIGTERM, which training passes
+    on. A second SIGHUP is ignored: a closed terminal may send two.
     """
-    signal.signal(received, _leave)
+    signal.signal(received, _leave if received in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN)
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             break
+        if frame.f_globals.get("__name__") == "txl.training.signals":
+            break
         if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == "txl.cli":
-            if received == signal.SIGTERM:
-                raise SystemExit(128 + received)
-            raise KeyboardInterrupt
+            if received == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + received)
         frame = frame.f_back
     if os.environ.get("RANK", "0") == "0":
         os.write(2, b"txl: interrupted\n")  # not print: the signal may have interrupted a print

@@ -1,7 +1,7 @@
 """Command line of `txl`: parse the arguments, run the command, print errors. `txl.commands` holds the commands.
 
-Exit codes: 0 success; 1 failure; 2 user error, reported in one line; 130 or 143 stopped by Ctrl-C or SIGTERM (training
-saves its state first).
+Exit codes: 0 success; 1 failure; 2 user error, reported in one line; 128 + N stopped by signal N, 130 by Ctrl-C
+(training saves its state first).
 """
 
 from __future__ import annotations

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+
 TYPE_CHECKING = False  # not typing's: importing typing takes longer than the rest of this module
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+"""Signals that ask a command to stop: Ctrl-C, `kill`, a closed terminal, and two that clusters send before a time limit
+(Windows has only the first two). A command that a signal has stopped exits with 128 plus the signal's number."""
 
 
 class UserError(ValueError):
@@ -20,7 +27,7 @@ class RunInterrupted(Exception):
     def __init__(self, message: str, exit_code: int = 130):
         super().__init__(message)
         self.exit_code = exit_code
-        """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM."""
+        """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM (see `STOP_SIGNALS`)."""
 
 
 class ProcessLost(Exception):

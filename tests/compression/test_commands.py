@@ -17,7 +17,7 @@ import pytest
 from txl.cli import main
 from txl.compression.container import MAGIC
 from txl.compression.verification import Verifier
-from txl.errors import CommandFailed
+from txl.errors import STOP_SIGNALS, CommandFailed
 
 TEXT = b"All happy families are alike; every unhappy family is unhappy in its own way.\n" * 4
 
@@ -117,7 +117,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
 
 
 def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
-    kinds = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
+    kinds = {each: 128 + each for each in STOP_SIGNALS} | {signal.SIGKILL: -signal.SIGKILL}
     started = {}
     for kind in kinds:
         words = ["compress", "-", "--online", "--no-verify", "-o", str(tmp_path / kind.name)]

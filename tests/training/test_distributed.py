@@ -51,8 +51,8 @@ def launch(
     return forking.run(command(out, corpus, data_dir, options), out.with_suffix(".errors"), processes)
 
 
-def torchrun(out: Path, corpus: Path, data_dir: Path, options: dict[str, str]) -> subprocess.Popen:
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "txl"]
+def torchrun(out: Path, corpus: Path, data_dir: Path, options: dict[str, str], *given: str) -> subprocess.Popen:
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *given, "-m", "txl"]
     words = [*program, *command(out, corpus, data_dir, options)]
     return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
 
@@ -248,16 +248,18 @@ def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, stor
     assert_same_numbers(out, alone, 1e-9)
 
 
-def test_sigterm_saves_in_all_processes_alike(alone, story, data_dir, tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_saves_in_all_processes_alike(sent, alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
-    process = torchrun(out, story, data_dir, EXACT)
+    process = torchrun(out, story, data_dir, EXACT, "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")
     wait_for_step(out, 25, lambda: process.poll() is None)
-    process.terminate()
+    process.send_signal(sent)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
     assert time.monotonic() - began < 30
     assert errors.count("everything is saved") == 1
     stop = next(event for event in RunDirectory(out).events() if event["event"] == "stop")
+    assert stop["reason"] == sent.name
     assert (out / "latest").read_text() == f"step-{stop['step']:08d}\n"
     assert launch(out, story, data_dir, 2, EXACT).returncode == 0
     assert_same_numbers(out, alone, 1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -19,10 +20,11 @@ from tests.conftest import options_of, small_run
 
 import txl
 from txl.config import validate
-from txl.errors import RunInterrupted, TrainingDiverged, UserError
+from txl.errors import STOP_SIGNALS, RunInterrupted, TrainingDiverged, UserError
 from txl.runs.checkpoints import verify_file
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
+from txl.training import saver as saver_module
 from txl.training import trainer as trainer_module
 from txl.training import validation
 from txl.training.trainer import Trainer
@@ -418,22 +420,104 @@ def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_command_stopped_by_a_signal_goes_on(sent, code, story, data_dir, tmp_path):
+def wait_until_it_trains(process: subprocess.Popen, out: Path) -> None:
+    while not (out / "log.jsonl").exists() or '"event": "train"' not in (out / "log.jsonl").read_text():
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def assert_saved_when_stopped(out: Path, by: signal.Signals) -> None:
+    stop = next(event for event in RunDirectory(out).events() if event["event"] == "stop")
+    assert (stop["reason"], (out / "latest").read_text()) == (by.name, f"step-{stop['step']:08d}\n")
+
+
+@pytest.mark.parametrize("sent", STOP_SIGNALS)
+def test_the_command_stopped_by_a_signal_goes_on(sent, story, data_dir, tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(command(out, story, data_dir), stderr=subprocess.PIPE, text=True)
-    while not (out / "log.jsonl").exists() or '"event": "train"' not in (out / "log.jsonl").read_text():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+    wait_until_it_trains(process, out)
     process.send_signal(sent)
+    if sent not in (signal.SIGINT, signal.SIGTERM):
+        process.send_signal(sent)  # as a shell and the system may do when a terminal is closed
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
-    assert "stopping after this step; interrupt again to stop without saving" in errors
+    assert process.returncode == 128 + sent
+    again = "; interrupt again to stop without saving" if sent in (signal.SIGINT, signal.SIGTERM) else ""
+    assert f"stopping after this step{again}" in errors.splitlines()
     assert f"stopped by {sent.name}" in errors.splitlines()[-1]
+    assert_saved_when_stopped(out, sent)
     again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
     assert again.returncode == 0
     assert "going on from step" in again.stderr
     assert (out / "latest").read_text() == "step-00000200\n"
+
+
+def test_a_run_whose_terminal_is_closed_is_saved(story, data_dir, tmp_path):
+    """The terminal is gone when the signal arrives, so that nothing can be written to it."""
+    out, (terminal, its) = tmp_path / "run", pty.openpty()
+    words = command(out, story, data_dir)
+    code = "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(2, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    wait_until_it_trains(process, out)
+    os.close(terminal)
+    assert process.wait(timeout=60) == 128 + signal.SIGHUP
+    assert_saved_when_stopped(out, signal.SIGHUP)
+
+
+def test_ignored_signals_do_not_stop_a_run(story, data_dir, tmp_path):
+    """`nohup` ignores SIGHUP."""
+    out = tmp_path / "run"
+    words = ["sh", "-c", "trap '' HUP USR1 USR2; exec \"$@\"", "sh", *command(out, story, data_dir)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    wait_until_it_trains(process, out)
+    for each in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        process.send_signal(each)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert (out / "latest").read_text() == "step-00000200\n"
+
+
+def test_a_second_ctrl_c_in_a_notebook_raises_keyboard_interrupt(story, trained, data_dir, tmp_path, monkeypatch):
+    """The process lives, the checkpoint that is being written gets whole, and the run can go on in the process."""
+    real, calls, write = loop_module.training_step, [], saver_module.write_checkpoint
+
+    def twice(*args):
+        calls.append(1)
+        if len(calls) == 6:  # the checkpoint of step 4 is being written
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    def slow(*args):
+        time.sleep(0.5)
+        return write(*args)
+
+    handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "training_step", twice)
+        patch.setattr(saver_module, "write_checkpoint", slow)
+        with pytest.raises(KeyboardInterrupt):
+            train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert (tmp_path / "run" / "latest").read_text() == "step-00000004\n"
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == handlers
+    train(small_run(str(story)), tmp_path / "run", data_dir)
+    assert_same_end(tmp_path / "run", trained)
+
+
+def test_a_signal_that_the_caller_handles_is_the_callers(story, data_dir, tmp_path, monkeypatch):
+    received, before = [], signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    real = loop_module.training_step
+
+    def signalled(*args):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return real(*args)
+
+    monkeypatch.setattr(loop_module, "training_step", signalled)
+    try:
+        assert train(small_run(str(story)), tmp_path / "run", data_dir)["step"] == 12
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert received == [signal.SIGUSR2] * 12
 
 
 def test_the_log_names_the_dtype_of_validation(story, data_dir, tmp_path):

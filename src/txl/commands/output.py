@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from txl.errors import UserError
+from txl.errors import STOP_SIGNALS, UserError
 from txl.files import is_full, is_replaceable, remove_partials, replacing, with_null
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
     """Open standard output, or a file that appears under its name when it is complete.
 
     A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. After
-    Ctrl-C or SIGTERM no incomplete file is left; an incomplete file of a killed process is removed at the next call.
+    a signal (`STOP_SIGNALS`) no incomplete file is left; that of a killed process is removed at the next call.
 
     Raises:
         UserError: if the file cannot be written.
@@ -184,10 +184,9 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
 
 @contextmanager
 def _removed_by_signals(path: Path) -> Iterator[None]:
-    """Remove a file at Ctrl-C or SIGTERM, before the earlier handler of the signal runs.
+    """Remove a file at a signal (`STOP_SIGNALS`), before the earlier handler of the signal runs.
 
-    Both signals may end the process at once (see `txl.__main__`; SIGTERM does by default); here SIGTERM raises
-    SystemExit.
+    That handler may end the process at once (see `txl.__main__`); where there is none, SystemExit is raised.
     """
     if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
@@ -202,7 +201,7 @@ def _removed_by_signals(path: Path) -> Iterator[None]:
             handler(received, frame)
         sys.exit(128 + received)
 
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
     before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
     for each in before:
         signal.signal(each, stop)

@@ -103,15 +103,13 @@ class TrainingLoop:
         """Make all remaining steps.
 
         Raises:
-            RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
+            RunInterrupted: after Ctrl-C, SIGTERM or another of `STOP_SIGNALS`, once everything is saved.
+            KeyboardInterrupt: after a second Ctrl-C.
             TrainingDiverged: if losses or weights are not finite, or the trained model is useless (`check_end`).
             UserError: if the run directory cannot be written.
         """
-        notice = (
-            None if self.setup.display.quiet else "stopping after this step; interrupt again to stop without saving"
-        )
         try:
-            with stop_requests(notice) as self.stop:
+            with stop_requests(self.setup.display.quiet) as self.stop:
                 if self.state.counters.validation_due:
                     self._validate_again()
                 self._train()
@@ -120,6 +118,9 @@ class TrainingLoop:
             converged = {"converged": True} if self._converged() else {}
             counters = self.state.counters
             self.setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, **converged)
+        except KeyboardInterrupt:  # the caller may go on in this directory
+            self.saver.join()
+            raise
         finally:
             self.setup.log.close()
 

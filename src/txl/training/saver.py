@@ -84,7 +84,7 @@ class CheckpointSaver:
 
     def finish(self, state: TrainingState) -> None:
         """Wait for the thread that writes, then handle a failed checkpoint as `check` does."""
-        self._join()
+        self.join()
         self.check(state)
 
     def check(self, state: TrainingState) -> None:
@@ -100,7 +100,7 @@ class CheckpointSaver:
         Raises:
             UserError: if the last checkpoint could not be written, whatever the value of `train.on_save_error`.
         """
-        self._join()
+        self.join()
         self._raise()
 
     def _tolerate(self, error: UserError, state: TrainingState) -> None:
@@ -141,7 +141,8 @@ class CheckpointSaver:
         if not self._setup.run.train.async_checkpoints:
             self.wait()
 
-    def _join(self) -> None:
+    def join(self) -> None:
+        """Wait for the thread that writes, whether it succeeds or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -1,31 +1,41 @@
-"""Ctrl-C and SIGTERM as requests to stop once the state can be saved."""
+"""Signals (`STOP_SIGNALS`) as requests to stop once the state can be saved."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
+from txl.errors import STOP_SIGNALS
+
+_URGENT = (signal.SIGINT, signal.SIGTERM)
+"""Signals of which the second one does not wait for the state to be saved. A closed terminal may send several SIGHUP,
+and the SIGTERM at a time limit follows the SIGUSR1 that warned of it."""
+
 
 @dataclass
 class StopRequest:
-    """A request to stop: the number of the signal that was received; None if none was."""
+    """A request to stop."""
 
     received: int | None = None
+    """Number of the signal that was received; None if none was."""
 
 
 @contextmanager
-def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
-    """Record SIGINT and SIGTERM instead of ending the program; a second signal ends it at once.
+def stop_requests(quiet: bool = False) -> Iterator[StopRequest]:
+    """Record the signals that ask for a stop. A second Ctrl-C or SIGTERM has the effect that it had before.
 
-    Only the main thread can install signal handlers; in another thread no signal is recorded.
+    That is: the command ends at once, and in a notebook Ctrl-C raises KeyboardInterrupt. SIGHUP, SIGUSR1 and SIGUSR2
+    are left alone where they are ignored (`nohup`) or the caller handles them. Only the main thread can install
+    handlers; in another thread no signal is recorded.
 
     Args:
-        notice: line that is printed on standard error at the first signal, to confirm it to the user; None: no line.
+        quiet: True: do not confirm the first signal to the user on standard error.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -33,20 +43,27 @@ def stop_requests(notice: str | None = None) -> Iterator[StopRequest]:
         return
 
     def note(received: int, frame: FrameType | None) -> None:
-        if request.received is not None:
-            # Not SystemExit: another thread may be writing, and its interruption would print errors.
-            with suppress(OSError):
-                if os.isatty(2):
-                    os.write(2, b"\x1b[?25h\n")  # show the cursor, which a live panel hides
+        if received in _URGENT and request.received in _URGENT:
+            handler = previous[signal.Signals(received)]
+            if callable(handler):
+                handler(received, sys._getframe())  # that of the command ends the process (see `txl.__main__`)
+            if received == signal.SIGINT:
+                raise KeyboardInterrupt
             os._exit(128 + received)
-        request.received = received
-        if notice is not None:
+        if request.received is None and not quiet:
+            again = "; interrupt again to stop without saving" if received in _URGENT else ""
             # Not print: the signal may have arrived during a print, and buffered files are not reentrant. Ctrl-C also
             # ends a reader of standard error, such as tee; that must not keep the program from saving.
             with suppress(OSError):
-                os.write(2, f"\n{notice}\n".encode())
+                os.write(2, f"\nstopping after this step{again}\n".encode())
+        if request.received is None or received in _URGENT:
+            request.received = received
 
-    previous = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+    usual = [each for each in (signal.SIG_DFL, before[signal.SIGTERM]) if each != signal.SIG_IGN]
+    previous = {each: handler for each, handler in before.items() if each in _URGENT or handler in usual}
+    for each in previous:
+        signal.signal(each, note)
     try:
         yield request
     finally:

@@ -110,7 +110,8 @@ class Trainer:
         Raises:
             UserError: if the directory, the corpus or a checkpoint cannot be used. A directory that held no run before
             is then left unchanged.
-            RunInterrupted: after Ctrl-C or SIGTERM, once everything is saved.
+            RunInterrupted: after Ctrl-C, SIGTERM or another of `STOP_SIGNALS`, once everything is saved.
+            KeyboardInterrupt: after a second Ctrl-C, without saving.
             TrainingDiverged: if losses are not finite, or the model is worse than guessing at the end.
         """
         with processes_of(self.device) as (self.processes, self.device):
