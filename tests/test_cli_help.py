@@ -135,3 +135,15 @@ def test_completion_for_zsh_names_what_a_command_does(capsys):
     assert "train:'train a model, or resume a run'" in script
     assert "enwik8-12L" in script
     assert main(["completion", "csh"]) == 2
+
+
+def test_the_help_of_import_lists_the_settings_that_a_checkpoint_may_lack(capsys):
+    with pytest.raises(SystemExit):
+        main(["import", "--help"])
+    shown = capsys.readouterr().out
+    listed = set(re.findall(r"--model\.([-\w]+)", shown))
+    assert {"mem-len", "window", "clamp-len", "pre-norm", "cutoffs"} <= listed
+    assert not listed & {"init", "init-std", "n-layer", "dropout-words", "n-softmax", "family"}
+    with pytest.raises(SystemExit):
+        build_parser().parse_args(["import", "model.pt", "--out", "runs/a", "--model.no-such-field", "3"])
+    assert build_parser().parse_args(["import", "model.pt", "--out", "runs/a", "--model.n-layer", "3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ def add_config_options(
     help_of: str = "",
     short: Sequence[str] = (),
     first: argparse._ArgumentGroup | None = None,
+    help_fields: Collection[str] = (),
 ) -> None:
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
@@ -41,6 +42,7 @@ def add_config_options(
             --help, else all families.
         short: fields that also have a short form, ``--mem-len`` for ``model.mem_len``.
         first: group for the fields in `short`, instead of the group of their section.
+        help_fields: fields of the model that the help shows; empty: all of the family.
     """
     groups: dict[str, Any] = {}
     for option in sorted(options(), key=lambda each: _place(each.name, short)):
@@ -68,7 +70,7 @@ def add_config_options(
     if "model" in sections:
         has_preset = any(action.dest == "preset" and not action.option_strings for action in parser._actions)
         told = "show this help, with the values of PRESET" if has_preset else "show this help"
-        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, help=told)
+        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, fields=help_fields, help=told)
 
 
 _TITLES = {
@@ -89,9 +91,9 @@ def _place(name: str, short: Sequence[str]) -> tuple[int, int]:
 class _Help(argparse.Action):
     """Action of `--help` that shows only the fields of one family of models, with the values of the preset."""
 
-    def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
+    def __init__(self, option_strings: list[str], dest: str, family: str, fields: Collection[str], **settings: Any):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
-        self.family = family
+        self.family, self.fields = family, fields
 
     def __call__(
         self,
@@ -109,9 +111,10 @@ class _Help(argparse.Action):
                 of_model = {key.partition(".")[2]: value for key, value in parsed_options(given).items()}
                 family = family or chosen_family(of_model, config.model)
                 values_of_preset = {key: value for key, _, _, value in leaf_fields(with_options(config, given))}
+        listed = self.fields or (family.__dataclass_fields__ if family is not None else ())
         for action in parser._actions:
             section, _, field = action.dest.partition(".")
-            if family is not None and section == "model" and field not in family.__dataclass_fields__:
+            if section == "model" and listed and field not in listed:
                 action.help = argparse.SUPPRESS
             elif action.dest in values_of_preset:
                 value = values_of_preset[action.dest]

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from txl.commands.options import Subparsers
 
 
+_NOT_IN_SHAPES = (
+    *("mem_len", "window", "clamp_len", "pre_norm", "layer_norm_eps", "cutoffs", "div_val"),
+    *("dropout", "dropatt"),
+)
+"""Fields of the model that a file may fail to state, since shapes of tensors do not tell them, and the two rates of
+dropout that training continues with. Other fields are accepted, for instance to check them, but not listed."""
+
+
 def add_parser(commands: Subparsers) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
@@ -39,7 +47,7 @@ def add_parser(commands: Subparsers) -> None:
         help="vocab.pkl, vocab.bin, cache.pt, cache.pkl, vocab.txt (one symbol a line), or vocabulary.json of a run",
     )
     parser.add_argument("--corpus", metavar="NAME", default="", help="corpus that txl eval reads by default")
-    add_config_options(parser, ("model",), "transformer-xl")
+    add_config_options(parser, ("model",), "transformer-xl", help_fields=_NOT_IN_SHAPES)
     add_json(parser)
     parser.set_defaults(run=run)
 
