@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from txl.data.counting import word_vocabulary
+from txl.data.located import located_tokens
+from txl.data.sources import Piece
 from txl.data.vocabulary import (
     BpeVocabulary,
     ByteVocabulary,
@@ -23,6 +27,8 @@ ALL = {
     "word": WordVocabulary(["<eos>", "the", "<unk>", "mill"]),
     "marks": WordVocabulary(["<eos>", "the", "<unk>", "\uffed,"], rule="punctuation"),
     "bpe": BPE,
+    "small letters": WordVocabulary(["the", "mill"], eos=None, unk=None, lower=True),
+    "small characters": CharVocabulary("aéb", unk_id=2, lower=True),
 }
 
 
@@ -160,12 +166,23 @@ def test_a_vocabulary_survives_json(kind, tmp_path):
         ('{"format": 1, "kind": "word", "words": ["a", "a"]}', "a word twice"),
         ('{"format": 1, "kind": "char", "characters": ["ab"]}', "not one character"),
         ('{"format": 1, "kind": "syllable"}', "kind 'syllable'"),
-        ('{"format": 3, "kind": "byte"}', "format 3; this version reads formats 1 and 2"),
+        ('{"format": 4, "kind": "byte"}', "format 4; this version reads formats 1 to 3"),
         (
             '{"format": 2, "kind": "word", "words": ["<eos>", "<unk>"], "rule": "x"}',
             "expected one of whitespace, punct",
         ),
         ('{"format": 1, "kind": "bpe", "tokenizer": {}}', "not a vocabulary"),
+        ('{"format": 1, "kind": "word", "words": ["<eos>", "<unk>", 3]}', "not a vocabulary"),
+        (
+            r'{"format": 1, "kind": "word", "words": ["<eos>", "<unk>", "a\ud800"]}',
+            "holds '.ud800', which UTF-8 cannot",
+        ),
+        (r'{"format": 1, "kind": "char", "characters": ["\udcff"]}', "holds '.udcff', which UTF-8 cannot write"),
+        ('{"format": 3, "kind": "char", "characters": ["a"], "unk_id": 2}', "unk_id is 2; expected the id of <unk>"),
+        (
+            '{"format": 3, "kind": "word", "words": ["a"], "eos": null, "unk": null, "boundary": "end"}',
+            "and a word for",
+        ),
     ],
 )
 def test_files_that_are_no_vocabulary_are_refused(content, message, tmp_path):
@@ -174,6 +191,54 @@ def test_files_that_are_no_vocabulary_are_refused(content, message, tmp_path):
     with pytest.raises(UserError, match=message) as refusal:
         Vocabulary.load(path)
     assert str(path) in str(refusal.value)
+
+
+PADDING = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0}
+PADDING |= {"pad_type_id": 0, "pad_token": "e"}
+OTHER: dict[str, object] = {
+    "padding": PADDING,
+    "truncation": {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
+    "post_processor": {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "e", "type_id": 0}}], "pair": [],
+        "special_tokens": {"e": {"id": "e", "ids": [1], "tokens": ["e"]}},
+    },
+    "normalizer": {"type": "Lowercase"},
+    "pre_tokenizer": {"type": "Whitespace"},
+    "added_tokens": [
+        {"id": 256, "content": "e", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+         "special": True},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*OTHER, "model"])
+def test_a_tokenizer_that_holds_more_than_its_merges_is_refused(name):
+    values = BPE.to_json()
+    model = values["tokenizer"]["model"]
+    values["tokenizer"][name] = model | {"dropout": 0.5} if name == "model" else OTHER[name]
+    with pytest.raises(UserError, match=f"tokenizer has a {name} that is not plain byte-level BPE"):
+        Vocabulary.from_json(values)
+
+
+def test_capitals_are_read_as_small_letters_and_places_stay():
+    words, characters = ALL["small letters"], ALL["small characters"]
+    assert words.encode("THE Mill\nthe").tolist() == [0, 1, 0]
+    assert words.decode([0, 1]) == "the mill"
+    with pytest.raises(UserError, match="words that the vocabulary lacks: flood, i̇s, 'x' .U.0078.; leave them out"):
+        words.encode("the Flood İs X flood")
+    assert characters.encode("AÉbxB").tolist() == [0, 1, 3, 2, 3]
+    assert characters.decode([0, 2, 1, 3]) == "a<unk>éb"
+    assert characters.lacking("AXbY") == ["X", "Y"]
+    assert characters.spell(np.array([0])) is characters.spelled_bytes(np.array([0])) is None
+    text = "THE İİ Mill".encode()
+    lower = WordVocabulary(["the", "<unk>", "mill"], eos=None, lower=True)
+    located = list(located_tokens(Piece(Path("x")), [text], lower))
+    assert [(token.id, text[token.start : token.end].decode()) for token in located] == [
+        (0, "THE"),
+        (1, "İİ"),
+        (2, "Mill"),
+    ]
+    assert words.to_json()["format"] == characters.to_json()["format"] == 3
 
 
 def test_vocabularies_of_some_bytes_and_of_a_closed_alphabet():

@@ -311,7 +311,7 @@ def test_random_programs_lead_to_our_own_errors_only(opcodes, tail):
 
 
 def test_symbols_that_utf_8_cannot_write_are_refused():
-    with pytest.raises(UserError, match=r"a symbol holds '.ud800', which UTF-8 cannot write"):
+    with pytest.raises(UserError, match=r"a word vocabulary holds '.ud800', which UTF-8 cannot write"):
         vocabulary_of(["<eos>", "<unk>", "\ud800x"], "vocab.pkl")
 
 

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
     from txl.runs.directory import RunDirectory
 
-_NAMED = 8
-"""Most words or characters that a message lists; the others are only counted."""
-
 
 def standard_input() -> IO[bytes]:
     """Return standard input, for reading bytes."""
@@ -182,9 +179,8 @@ def run_corpus(
 
 def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
     """Print a note with the words or characters of a prompt that are read as `<unk>`."""
+    from txl.data.vocabulary import named
+
     lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
     if lacking:
-        words = vocabulary is not None and vocabulary.kind == "word"
-        shown = [each if words else f"{each!r} (U+{ord(each):04X})" for each in lacking[:_NAMED]]
-        more = f" and {len(lacking) - _NAMED:,} more" if len(lacking) > _NAMED else ""
-        say(f"note: the vocabulary lacks {', '.join(shown)}{more}; read as <unk>")
+        say(f"note: the vocabulary lacks {named(lacking)}; read as <unk>")

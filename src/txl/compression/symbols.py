@@ -26,9 +26,10 @@ class Symbols:
         if isinstance(vocabulary, ByteVocabulary):
             pieces = [bytes([value]) for value in vocabulary.values]
         elif isinstance(vocabulary, CharVocabulary):
-            pieces = [each.encode("utf-8", "surrogatepass") for each in vocabulary.characters]
-            if vocabulary.unk_id is not None:
-                pieces.insert(vocabulary.unk_id, b"")
+            pieces = [
+                b"" if token == vocabulary.unk_id else each.encode("utf-8")
+                for token, each in enumerate(vocabulary.symbols)
+            ]
         elif isinstance(vocabulary, BpeVocabulary):
             pieces = vocabulary.pieces
         else:
@@ -45,8 +46,7 @@ class Symbols:
         self.start = of_byte.get(ord("\n"), 0)
         """Token that is read before the first symbol, and in place of an escape that is no token: a line end."""
         if isinstance(vocabulary, CharVocabulary):
-            first = 0 if vocabulary.unk_id is None else 1
-            self._token_of = {each: token for token, each in enumerate(vocabulary.characters, start=first)}
+            self._token_of = {each: token for token, each in enumerate(vocabulary.symbols)}
         self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int32)
         for value, token in of_byte.items():
             self._byte_symbols[value] = token
@@ -93,7 +93,7 @@ class Symbols:
         literals = bytearray()
         for character in text:
             known = self._token_of.get(character)
-            if known is not None and not "\ud800" <= character <= "\udfff":
+            if known is not None:
                 symbols.append(known)
                 continue
             spelled = character.encode("utf-8", errors="surrogateescape")

@@ -122,12 +122,10 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, in
         yield rest + "\n", 0
 
 
-def words(
-    piece: Piece, blocks: Iterable[bytes], eos: str = EOS, rule: WordRule = "whitespace"
-) -> Iterator[tuple[list[str], int]]:
+def words(piece: Piece, blocks: Iterable[bytes], rule: WordRule = "whitespace") -> Iterator[tuple[list[str], int]]:
     """Yield the words of a piece in blocks, `<eos>` for each line end, with the number of bytes read for each block."""
     for text, done in whole_words(piece, blocks):
-        yield words_and_ends(text, eos, rule), done
+        yield words_and_ends(text, EOS, rule), done
 
 
 BPE_TRAINING_BYTES = 100_000_000

@@ -56,7 +56,7 @@ class SymbolDecoder:
 class WordDecoder:
     """Decoder that joins words after the text `after` by spaces, except at joiners; the word `eos` is a line end."""
 
-    def __init__(self, words: Sequence[str], eos: str, after: str, rule: WordRule = "whitespace"):
+    def __init__(self, words: Sequence[str], eos: str | None, after: str, rule: WordRule = "whitespace"):
         self._words, self._eos, self._rule = words, eos, rule
         self._space = "" if not after or after[-1].isspace() else " "
 

@@ -163,7 +163,8 @@ def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarr
     elif isinstance(vocabulary, CharVocabulary):
         ids, edges = vocabulary.encode_text(block.text), block.edges
     elif isinstance(vocabulary, WordVocabulary):
-        spans = np.array(word_spans(block.text, vocabulary.rule), dtype=np.int64).reshape(-1, 2)
+        found = word_spans(block.text, vocabulary.rule, with_ends=vocabulary.eos is not None)
+        spans = np.array(found, dtype=np.int64).reshape(-1, 2)
         return vocabulary.encode_words(vocabulary.cut(block.text)), block.edges[spans[:, 0]], block.edges[spans[:, 1]]
     elif isinstance(vocabulary, BpeVocabulary):
         ids = vocabulary.encode_block(block.text).astype(np.int64)
@@ -205,7 +206,8 @@ class _SentenceMarks:
     """Inserter of the sentence boundary tokens that the text does not contain (see `WordVocabulary`)."""
 
     def __init__(self, vocabulary: WordVocabulary):
-        self._eos, self._both, self._due = vocabulary.ids[vocabulary.eos], vocabulary.boundary == "both", True
+        assert vocabulary.eos_id is not None  # a boundary is a word
+        self._eos, self._both, self._due = vocabulary.eos_id, vocabulary.boundary == "both", True
 
     def added(
         self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray, is_text: np.ndarray

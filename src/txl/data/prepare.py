@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from txl.config import DataConfig, WordRule
-from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, words
+from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, whole_words, words
 from txl.data.prepared import META_FORMAT, Corpus, NotAllowed, TokenWriter, token_dtype
 from txl.data.progress import say
 from txl.data.sources import Piece, Pieces
@@ -365,7 +365,7 @@ def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarr
 def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
     """Yield the token ids of a piece of text block by block, each with the number of bytes read for it.
 
-    The blocks are expected to be normalised already (see `Normaliser`). A character that a character vocabulary lacks
+    The blocks are expected to be normalised already (see `Normaliser`). A character or word that the vocabulary lacks
     becomes `<unk>`. In words, the last line of a piece has an `<eos>` even without a line end.
 
     Raises:
@@ -381,8 +381,8 @@ def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) 
             for text, done in decoded(piece, blocks):
                 yield vocabulary.encode_text(text), done
         elif isinstance(vocabulary, WordVocabulary):
-            for some, done in words(piece, blocks, vocabulary.eos, vocabulary.rule):
-                yield vocabulary.encode_words(some), done
+            for text, done in whole_words(piece, blocks):
+                yield vocabulary.encode_words(vocabulary.cut(text)), done
         elif isinstance(vocabulary, BpeVocabulary):
             for text, done in decoded(piece, blocks):
                 yield vocabulary.encode_block(text), done

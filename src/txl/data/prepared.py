@@ -159,7 +159,8 @@ class Corpus:
         record = self._record(split)
         sentences = None
         if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
-            sentences = Sentences(self.vocabulary.ids[self.vocabulary.eos], self.vocabulary.boundary)
+            assert self.vocabulary.eos_id is not None  # a boundary is a word
+            sentences = Sentences(self.vocabulary.eos_id, self.vocabulary.boundary)
         return Tokens(
             self._ids(split),
             split,

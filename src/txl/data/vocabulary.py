@@ -5,8 +5,10 @@ A vocabulary is saved as plain JSON. In memory, ids are int64 arrays.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,8 +26,9 @@ from txl.files import JsonObject, read_json, replacing
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
 """Characters of a corpus passed to the BPE library at once; tokens do not cross the ends of these chunks."""
-_FORMATS = (1, 2)
-"""Formats that can be read. Format 2 adds `normalise` and `rule`, which readers of format 1 would ignore."""
+_FORMATS = (1, 2, 3)
+"""Formats that can be read. Format 2 adds `normalise` and `rule`, format 3 `lower`, `unk_id`, and words without `<eos>`
+or `<unk>`: earlier readers would ignore or refuse them."""
 
 
 class Vocabulary(ABC):
@@ -38,6 +41,8 @@ class Vocabulary(ABC):
     """Id of the token for the end of a line; None: there is no such token."""
     normalise: bool = False
     """True if a text's byte order mark is removed and \\r\\n is read as \\n; always False for bytes."""
+    lower: bool = False
+    """True if a text is read in lower case; only in vocabularies of characters and words."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -89,13 +94,20 @@ class Vocabulary(ABC):
         """Build a vocabulary from the result of `to_json`; `remedy` tells what to do if the values are damaged."""
         try:
             if values["format"] not in _FORMATS:
-                known = " and ".join(map(str, _FORMATS))
-                raise UserError(f"vocabulary of format {values['format']!r}; this version reads formats {known}")
-            normalise = values.get("normalise", False)
+                raise UserError(
+                    f"vocabulary of format {values['format']!r}; this version reads formats 1 to {_FORMATS[-1]}"
+                )
+            normalise, lower = values.get("normalise", False), values.get("lower", False)
             if values["kind"] == "byte":
                 return ByteVocabulary(values.get("values"))
             if values["kind"] == "char":
-                return CharVocabulary(values["characters"], unknown=values.get("unknown", True), normalise=normalise)
+                return CharVocabulary(
+                    values["characters"],
+                    unknown=values.get("unknown", True),
+                    unk_id=values.get("unk_id", 0),
+                    lower=lower,
+                    normalise=normalise,
+                )
             if values["kind"] == "word":
                 return WordVocabulary(
                     values["words"],
@@ -103,10 +115,11 @@ class Vocabulary(ABC):
                     unk=values.get("unk", UNK),
                     boundary=values.get("boundary"),
                     rule=values.get("rule", "whitespace"),
+                    lower=lower,
                     normalise=normalise,
                 )
             if values["kind"] == "bpe":
-                return BpeVocabulary(Tokenizer.from_str(json.dumps(values["tokenizer"])), normalise=normalise)
+                return BpeVocabulary(_read_tokenizer(values["tokenizer"]), normalise=normalise)
         except UserError:
             raise
         except Exception:  # the tokenizers library raises plain Exceptions
@@ -115,9 +128,13 @@ class Vocabulary(ABC):
 
     def _as_json(self, **values: object) -> JsonObject:
         """Return `values` with the entries that all kinds of vocabulary have; the format is the lowest possible one."""
-        if self.normalise:
-            values |= {"normalise": True}
-        return {"format": 2 if self.normalise or "rule" in values else 1, "kind": self.kind, **values}
+        values |= {name: True for name in ("normalise", "lower") if getattr(self, name)}
+        is_third = self.lower or "unk_id" in values or None in (values.get("eos", EOS), values.get("unk", UNK))
+        return {
+            "format": 3 if is_third else 2 if self.normalise or "rule" in values else 1,
+            "kind": self.kind,
+            **values,
+        }
 
     def save(self, path: Path) -> None:
         """Write the vocabulary as JSON; the file is either written completely or left unchanged."""
@@ -193,32 +210,49 @@ class ByteVocabulary(Vocabulary):
 
 
 class CharVocabulary(Vocabulary):
-    """Vocabulary of characters, with id 0 for `<unk>`; a benchmark's closed alphabet has no `<unk>`.
+    """Vocabulary of characters and `<unk>`; a benchmark's closed alphabet has no `<unk>`.
 
     Args:
-        characters: characters in the order of their ids.
+        characters: characters in the order of their ids, without `<unk>`.
         unknown: True for a vocabulary with `<unk>`.
+        unk_id: id of `<unk>`, if there is one.
+        lower: value of `Vocabulary.lower`.
         normalise: value of `Vocabulary.normalise`.
     """
 
     kind = "char"
 
-    def __init__(self, characters: Iterable[str], *, unknown: bool = True, normalise: bool = False):
+    def __init__(
+        self,
+        characters: Iterable[str],
+        *,
+        unknown: bool = True,
+        unk_id: int = 0,
+        lower: bool = False,
+        normalise: bool = False,
+    ):
         self.characters = list(characters)
-        self.normalise = normalise
+        self.lower, self.normalise = lower, normalise
         if not all(isinstance(each, str) and len(each) == 1 for each in self.characters):
             raise UserError("a character vocabulary holds something that is not one character")
-        if len(set(self.characters)) != len(self.characters):
-            raise UserError("a character vocabulary holds a character twice")
-        self.unk_id = 0 if unknown else None
-        first = 1 if unknown else 0
-        codes = np.array([ord(each) for each in self.characters], dtype=np.int64)
+        _check_symbols(self.characters, "character")
+        self.symbols = list(self.characters)
+        """Characters and `<unk>` in the order of their ids."""
+        if unknown:
+            if type(unk_id) is not int or not 0 <= unk_id <= len(self.characters):
+                raise UserError(f"a character vocabulary's unk_id is {unk_id!r}; expected the id of <unk>")
+            self.unk_id = unk_id
+            self.symbols.insert(unk_id, UNK)
+        missing = unk_id if unknown else -1
+        ids = {ord(each): number for number, each in enumerate(self.symbols) if number != self.unk_id}
+        if lower:
+            ids |= {capital: ids.get(small, missing) for capital, small in _small_letters().items()}
         # The last entry of the table serves all higher code points.
-        self._table = np.full(int(codes.max(initial=0)) + 2, 0 if unknown else -1, dtype=np.int64)
-        self._table[codes] = np.arange(first, first + len(codes))
+        self._table = np.full(max(ids, default=0) + 2, missing, dtype=np.int64)
+        self._table[list(ids)] = list(ids.values())
 
     def __len__(self) -> int:
-        return len(self.characters) + (self.unk_id is not None)
+        return len(self.symbols)
 
     def encode(self, text: str) -> np.ndarray:
         """Return one token id per character, `<unk>` for characters that the vocabulary lacks: int64 [N].
@@ -233,9 +267,7 @@ class CharVocabulary(Vocabulary):
         ids = self._lookup(text)
         if self.unk_id is None and (ids < 0).any():
             characters = sorted({text[place] for place in np.flatnonzero(ids < 0)})
-            named = ", ".join(f"{each!r} (U+{ord(each):04X})" for each in characters[:8])
-            more = f" and {len(characters) - 8} more" if len(characters) > 8 else ""
-            raise UserError(f"the text has characters that the vocabulary lacks: {named}{more}; leave them out")
+            raise UserError(f"the text has characters that the vocabulary lacks: {named(characters)}; leave them out")
         return ids
 
     def lacking(self, text: str) -> list[str]:
@@ -248,26 +280,28 @@ class CharVocabulary(Vocabulary):
         return self._table[np.minimum(codes, len(self._table) - 1)]
 
     def spelled_bytes(self, ids: np.ndarray) -> int | None:
-        """Return the length of the characters in UTF-8 bytes; None if a character is unknown."""
-        if self.unk_id is not None and (ids == self.unk_id).any():
+        """Return the length of the characters in UTF-8 bytes; None if a character or its case is unknown."""
+        if self.lower or (self.unk_id is not None and (ids == self.unk_id).any()):
             return None
-        lengths = np.array([len(each.encode("utf-8", errors="surrogatepass")) for each in self.characters])
-        return int(lengths[ids - (self.unk_id is not None)].sum())
+        lengths = np.array([len(each.encode("utf-8")) for each in self.symbols], dtype=np.int64)
+        return int(lengths[ids].sum())
 
     def spell(self, ids: np.ndarray) -> bytes | None:
-        """Return the text in UTF-8; None if a character is unknown."""
-        if self.unk_id is not None and (ids == self.unk_id).any():
+        """Return the text in UTF-8; None if a character or its case is unknown."""
+        if self.lower or (self.unk_id is not None and (ids == self.unk_id).any()):
             return None
-        first = self.unk_id is not None
-        return utf8("".join([self.characters[token - first] for token in ids.tolist()]))
+        return utf8("".join([self.symbols[token] for token in ids.tolist()]))
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder of tokens that are one character each."""
-        return SymbolDecoder([UNK, *self.characters] if self.unk_id == 0 else self.characters)
+        return SymbolDecoder(self.symbols)
 
     def to_json(self) -> JsonObject:
         """Return the characters in the order of their ids."""
-        return self._as_json(characters=self.characters, **({} if self.unk_id == 0 else {"unknown": False}))
+        values: JsonObject = {"characters": self.characters}
+        if self.unk_id != 0:
+            values |= {"unknown": False} if self.unk_id is None else {"unk_id": self.unk_id}
+        return self._as_json(**values)
 
 
 class _WordIds(dict[str, int]):
@@ -284,13 +318,14 @@ class WordVocabulary(Vocabulary):
 
     Args:
         words: words in the order of their ids.
-        eos: word that stands for the end of a line.
-        unk: word that stands for all words that the vocabulary lacks.
+        eos: word that stands for the end of a line; None: line ends are white space like any other.
+        unk: word that stands for all words that the vocabulary lacks; None: a text with such words is refused.
         boundary: boundaries in a corpus of separate sentences, one per line, each with `eos` (`<S>`) at both ends.
             "end": one `eos` between two sentences, so that the beginning of a sentence is given and its end is
             predicted; "both": two, so that the beginning of the next sentence is predicted too. None: running text,
             `eos` after each line.
         rule: rule for cutting a text into words.
+        lower: value of `Vocabulary.lower`.
         normalise: value of `Vocabulary.normalise`.
     """
 
@@ -300,36 +335,41 @@ class WordVocabulary(Vocabulary):
         self,
         words: Sequence[str],
         *,
-        eos: str = EOS,
-        unk: str = UNK,
+        eos: str | None = EOS,
+        unk: str | None = UNK,
         boundary: str | None = None,
         rule: WordRule = "whitespace",
+        lower: bool = False,
         normalise: bool = False,
     ):
         self.words = list(words)
         self.rule: WordRule = rule
-        self.normalise = normalise
+        self.lower, self.normalise = lower, normalise
+        _check_symbols(self.words, "word")
         self.ids = _WordIds(zip(self.words, range(len(self.words)), strict=True))
-        if len(self.ids) != len(self.words):
-            raise UserError("a word vocabulary holds a word twice")
         for symbol in (eos, unk):
-            if symbol not in self.ids:
+            if symbol is not None and symbol not in self.ids:
                 raise UserError(f"a word vocabulary needs {symbol}")
-        if boundary not in (None, "end", "both"):
-            raise UserError(f"a word vocabulary's boundary is {boundary!r}; expected end or both")
+        if boundary not in (None, "end", "both") or (boundary is not None and eos is None):
+            raise UserError(f"a word vocabulary's boundary is {boundary!r}; expected end or both, and a word for it")
         if rule not in get_args(WordRule):
             raise UserError(f"a word vocabulary's rule is {rule!r}; expected one of {', '.join(get_args(WordRule))}")
         if rule == "punctuation" and (eos, unk) != (EOS, UNK):
             raise UserError(f"a word vocabulary of the rule punctuation has {EOS} and {UNK}, not {eos} and {unk}")
         self.eos, self.unk, self.boundary = eos, unk, boundary
-        self.eos_id, self.unk_id = self.ids[eos], self.ids[unk]
-        self.ids.unknown = self.unk_id
+        self.eos_id = None if eos is None else self.ids[eos]
+        if unk is not None:
+            self.unk_id = self.ids.unknown = self.ids[unk]
 
     def __len__(self) -> int:
         return len(self.words)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return one token id per word and line end (`<eos>`), with the boundaries of separate sentences: int64 [N]."""
+        """Return one token id per word and line end (`<eos>`), with the boundaries of separate sentences: int64 [N].
+
+        Raises:
+            UserError: if a vocabulary without `<unk>` lacks words of the text, which the message names.
+        """
         ids = self.encode_words(self.cut(self.read(text)))
         if self.boundary is None:
             return ids
@@ -338,17 +378,23 @@ class WordVocabulary(Vocabulary):
         return np.concatenate([np.array([self.eos_id], dtype=np.int64), ids])
 
     def cut(self, text: str) -> list[str]:
-        """Return the words of a text, with `eos` for each line end."""
-        return words_and_ends(text, self.eos, self.rule)
+        """Return the words of a text, in lower case if `lower` is True, with `eos` for each line end."""
+        return words_and_ends(text.lower() if self.lower else text, self.eos, self.rule)
 
     def lacking(self, text: str) -> list[str]:
         """Return the words of a text that the vocabulary lacks, without the joiners of marks."""
+        if self.unk_id is None:
+            return []
         words = dict.fromkeys(word for word in self.cut(self.read(text)) if word not in self.ids)
         return [unjoined(word)[1] if self.rule == "punctuation" else word for word in words]
 
     def encode_words(self, words: list[str]) -> np.ndarray:
-        """Return the id of each word: int64 [N]."""
-        return np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
+        """Return the id of each word: int64 [N]; `encode` states the error."""
+        ids = np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
+        if self.unk_id is None and (ids < 0).any():
+            lacking = dict.fromkeys(words[place] for place in np.flatnonzero(ids < 0))
+            raise UserError(f"the text has words that the vocabulary lacks: {named(lacking)}; leave them out")
+        return ids
 
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder that joins words by spaces, and marks by their joiners; `<eos>` becomes a line end."""
@@ -383,9 +429,7 @@ class BpeVocabulary(Vocabulary):
         """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer = _byte_level()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -433,6 +477,52 @@ class BpeVocabulary(Vocabulary):
     def to_json(self) -> JsonObject:
         """Return the tokenizer in the JSON form of the `tokenizers` library."""
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
+
+
+def _byte_level() -> Tokenizer:
+    """Return a byte-level BPE tokenizer without tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+def _read_tokenizer(values: JsonObject) -> Tokenizer:
+    """Return a tokenizer from its JSON form, after checking that its tokens and merges are all that is its own.
+
+    Anything else, such as a huge padding, could change the ids or end the process.
+    """
+    tokenizer = Tokenizer.from_str(json.dumps(values))
+    stated, plain = (json.loads(each.to_str()) for each in (tokenizer, _byte_level()))
+    plain["model"] |= {name: stated["model"].get(name) for name in ("vocab", "merges")}
+    for name in plain | stated:
+        if stated.get(name) != plain.get(name):
+            raise UserError(f"a bpe vocabulary's tokenizer has a {name} that is not plain byte-level BPE")
+    return tokenizer
+
+
+def _check_symbols(symbols: list[str], kind: str) -> None:
+    """Refuse the symbols of a vocabulary if one occurs twice or cannot be written in UTF-8."""
+    if len(set(symbols)) != len(symbols):
+        raise UserError(f"a {kind} vocabulary holds a {kind} twice")
+    try:
+        "".join(symbols).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"a {kind} vocabulary holds {error.object[error.start]!r}, which UTF-8 cannot write") from None
+
+
+@functools.cache
+def _small_letters() -> dict[int, int]:
+    """Return the code point of the small letter for that of each capital that has a single one."""
+    letters = ((code, chr(code).lower()) for code in range(sys.maxunicode + 1))
+    return {code: ord(small) for code, small in letters if len(small) == 1 and ord(small) != code}
+
+
+def named(symbols: Iterable[str]) -> str:
+    """Return words, or characters with their code points, as a list for a message, which names eight of them."""
+    listed = list(symbols)
+    shown = [f"{each!r} (U+{ord(each):04X})" if len(each) == 1 else each for each in listed[:8]]
+    return ", ".join(shown) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
 
 
 def normalised(text: str) -> str:

@@ -58,9 +58,9 @@ def _compiled() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 @functools.cache
-def _pieces(rule: WordRule) -> re.Pattern[str]:
+def _pieces(rule: WordRule, with_ends: bool) -> re.Pattern[str]:
     if rule == "whitespace":
-        return re.compile(r"\n|\S+")
+        return re.compile(r"\n|\S+" if with_ends else r"\S+")
     return re.compile(rf"\n|(?<!\S)(?:{EOS}|{UNK})(?=[\s{marks()}]|\Z)|[{marks()}]|[^\s{marks()}]+")
 
 
@@ -76,15 +76,18 @@ class _Cut(dict[str, list[str]]):
         return words
 
 
-def words_and_ends(text: str, eos: str = EOS, rule: WordRule = "whitespace") -> list[str]:
-    """Return the words of a text, with `<eos>` for each line end."""
-    words = text.replace("\n", f" {eos} ").split()
+def words_and_ends(text: str, eos: str | None = EOS, rule: WordRule = "whitespace") -> list[str]:
+    """Return the words of a text, with `eos` (None: nothing) for each line end."""
+    words = (text if eos is None else text.replace("\n", f" {eos} ")).split()
     return words if rule == "whitespace" else list(chain.from_iterable(map(_Cut().__getitem__, words)))
 
 
-def word_spans(text: str, rule: WordRule = "whitespace") -> list[tuple[int, int]]:
-    """Return the start and end, in characters of the text, of each word that `words_and_ends` returns."""
-    return [match.span() for match in _pieces(rule).finditer(text)]
+def word_spans(text: str, rule: WordRule = "whitespace", *, with_ends: bool = True) -> list[tuple[int, int]]:
+    """Return the start and end, in characters of the text, of each word that `words_and_ends` returns.
+
+    `with_ends` is False if `words_and_ends` returns nothing for a line end.
+    """
+    return [match.span() for match in _pieces(rule, with_ends).finditer(text)]
 
 
 def unjoined(word: str) -> tuple[bool, str, bool]:

@@ -219,26 +219,31 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
     if isinstance(vocabulary, CharVocabulary):
-        unknown = {} if vocabulary.unk_id is None else {"<unk>": vocabulary.unk_id}
-        first = len(unknown)
-        ids = unknown | {character: first + number for number, character in enumerate(vocabulary.characters)}
-        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>") if unknown else models.WordLevel(ids))
+        ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>") if "<unk>" in ids else models.WordLevel(ids))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Fuse()
+        if vocabulary.lower:
+            tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer
     assert isinstance(vocabulary, WordVocabulary)
     if vocabulary.boundary == "both":
         raise UserError("the vocabulary marks both ends of a sentence, which the tokenizers library cannot represent")
-    tokenizer = Tokenizer(models.WordLevel(dict(vocabulary.ids), unk_token=vocabulary.unk))
+    words = dict(vocabulary.ids)
+    tokenizer = Tokenizer(
+        models.WordLevel(words) if vocabulary.unk is None else models.WordLevel(words, unk_token=vocabulary.unk)
+    )
     separators = normalizers.Replace(Regex("[\x1c-\x1f]"), " ")  # white space in Python, not in the library
-    line_ends = normalizers.Replace("\n", f" {vocabulary.eos} ")
+    lower = [normalizers.Lowercase()] if vocabulary.lower else []
+    line_ends = normalizers.Replace("\n", " " if vocabulary.eos is None else f" {vocabulary.eos} ")
     with_joiners, pieces = _marks() if vocabulary.rule == "punctuation" else ([], pre_tokenizers.WhitespaceSplit())
-    tokenizer.normalizer = normalizers.Sequence([separators, *with_joiners, line_ends])
+    tokenizer.normalizer = normalizers.Sequence([separators, *lower, *with_joiners, line_ends])
     tokenizer.pre_tokenizer = pieces
     if vocabulary.rule == "punctuation":
         space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
         tokenizer.decoder = decoders.Sequence([space, decoders.Fuse(), touching])
     if vocabulary.boundary is not None:
+        assert vocabulary.eos_id is not None  # a boundary is a word
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{vocabulary.eos} $A", special_tokens=[(vocabulary.eos, vocabulary.eos_id)]
         )

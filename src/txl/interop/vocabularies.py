@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,28 +64,49 @@ def vocabulary_from(value: object, where: str) -> Vocabulary:
         if not isinstance(attributes, dict):
             break
         if isinstance(attributes.get("idx2sym"), list):
-            return vocabulary_of(attributes["idx2sym"], where)
+            lower, delimiter = attributes.get("lower_case") is True, attributes.get("delimiter")
+            return vocabulary_of(attributes["idx2sym"], where, lower=lower, delimiter=delimiter)
         value = attributes.get("vocab")
     raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
 
 
-def vocabulary_of(symbols: Sequence[object], where: str) -> Vocabulary:
-    """Return the vocabulary of bytes (enwik8), characters (text8) or words whose symbols are given in order of id."""
+def vocabulary_of(
+    symbols: Sequence[object], where: str, *, lower: bool = False, delimiter: object = None
+) -> Vocabulary:
+    """Return the vocabulary of bytes (enwik8), characters (text8) or words whose symbols are given in order of id.
+
+    Args:
+        symbols: symbols, with or without one for the end of a line and one for unknown words.
+        where: file, for messages.
+        lower: True if the text is read in lower case; symbols for bytes are not changed by it.
+        delimiter: text between two symbols; None: white space. "": the symbols are the characters of a line.
+    """
     words = [symbol for symbol in symbols if isinstance(symbol, str)]
     if not words or len(words) < len(symbols):
         raise UserError(f"{where}: expected symbols, one or more, in the order of their ids")
-    try:
-        "".join(words).encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: a symbol holds {error.object[error.start]!r}, which UTF-8 cannot write") from None
+    if delimiter is not None and not (isinstance(delimiter, str) and delimiter in ("", " ")):
+        raise UserError(
+            f"{where}: its delimiter is {reprlib.repr(delimiter)}; only words between white space, and characters, are "
+            f"read: leave the vocabulary out and use token ids"
+        )
+    end = next((symbol for symbol in _ENDS if symbol in words), None)
+    unknown = next((symbol for symbol in _UNKNOWNS if symbol in words), None)
     if all(word.isascii() and word.isdecimal() and len(word) <= 3 and int(word) < 256 for word in words):
         return ByteVocabulary([int(word) for word in words])
-    if all(len(word) == 1 for word in words):
-        return CharVocabulary([" " if word == "_" else word for word in words], unknown=False)
-    known = set(words)
-    end = next((symbol for symbol in _ENDS if symbol in known), None)
-    unknown = next((symbol for symbol in _UNKNOWNS if symbol in known), None)
-    if end is None or unknown is None:
-        lacking, expected = ("an end of lines", _ENDS) if end is None else ("an unknown word", _UNKNOWNS)
-        raise UserError(f"{where}: {len(words)} words, but none for {lacking}; expected one of {', '.join(expected)}")
-    return WordVocabulary(words, eos=end, unk=unknown, boundary="end" if end == "<S>" else None)
+    others = [word for word in words if word not in (end, unknown)]
+    try:
+        if all(len(word) == 1 for word in others) and (end is None or (delimiter == "" and end != "<S>")):
+            ends = {end: "\n"} if delimiter == "" else {"_": " "}  # text8's file has spaces between its characters
+            return CharVocabulary(
+                [ends.get(word, word) for word in words if word != unknown],
+                unknown=unknown is not None,
+                unk_id=0 if unknown is None else words.index(unknown),
+                lower=lower,
+                normalise=delimiter == "",  # as Python reads the lines of a file
+            )
+        if delimiter == "":
+            raise UserError("its symbols are characters (its delimiter is ''), but some have more than one character")
+        boundary = "end" if end == "<S>" else None
+        return WordVocabulary(words, eos=end, unk=unknown, boundary=boundary, lower=lower)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
