@@ -22,8 +22,8 @@ from txl.cli import main as txl
 
 BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --train.dtype bfloat16")
 """About what `txl train --minutes 2` chooses for a novel."""
-STEPS, RATES = 500, (3.2e-3, 1e-3, 3.2e-4)
-"""Steps of tuning; its peak rates, the first that of the base run."""
+TUNING, RATES = shlex.split("--steps 500 --batch-size 8"), (3.2e-3, 1e-3, 3.2e-4)
+"""Options of tuning; its peak rates, the first that of the base run."""
 
 
 def command(*words: object) -> str:
@@ -54,11 +54,11 @@ def main(out: str, old: str, new: str, folder: str, *seeds: str) -> None:
         rows.append({"seed": int(seed), "learning_rate": None, **measured(base, old, new)})
         for rate in RATES:
             tuned = Path(folder) / f"tuned-{seed}-{rate:g}"
-            options = ("--corpus", new, "--steps", STEPS, "--learning-rate", rate, *seeded)
+            options = ("--corpus", new, *TUNING, "--learning-rate", rate, *seeded)
             command("train", base, "--out", tuned, "--init-from", base, *options)
             rows.append({"seed": int(seed), "learning_rate": rate, **measured(tuned, old, new)})
     names = [Path(text).name for text in (old, new)]
-    settings = {"base": BASE, "steps": STEPS, "old": names[0], "new": names[1]}
+    settings = {"base": BASE, "tuning": TUNING, "old": names[0], "new": names[1]}
     write(
         Path(out),
         f"python -m benchmarks.fine_tuning {out} {' '.join(names)} FOLDER {' '.join(seeds)}",

@@ -156,15 +156,14 @@ def draw_quality(figure: Figure, record: Record) -> None:
     texts = record["texts"]
     for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
         (authors,) = (curve for curve in text["curves"] if curve["recipe"] == "authors")
-        points = [point for point in authors["points"] if point["seconds"] > 0]
-        axes.plot([each["seconds"] for each in points], [each["nll"] for each in points], color=SOFT, linewidth=1.5)
-        end = points[-1]["seconds"], text["target_nll"]
-        axes.axhline(end[1], color=SOFT, linewidth=0.8, linestyle=":")
-        middle = points[len(points) // 3]
+        counted = text["settings"]["peer_ratio"]  # the record's seconds of the authors' recipe over those measured
+        points = [(point["seconds"] / counted, point["nll"]) for point in authors["points"] if point["seconds"] > 0]
+        axes.plot(*zip(*points, strict=True), color=SOFT, linewidth=1.5)
+        target = text["target_nll"]
+        axes.axhline(target, color=SOFT, linewidth=0.8, linestyle=":")
         axes.annotate(
-            "authors'", (middle["seconds"], middle["nll"]), xytext=(6, 6), textcoords="offset points", fontsize=8.5,
-            color=SOFT,
-        )  # fmt: skip
+            "authors'", points[len(points) // 3], xytext=(6, 6), textcoords="offset points", fontsize=8.5, color=SOFT
+        )
         ends: list[tuple[float, float]] = []
         for recipe, color, below in (("adam", SECOND, False), ("muon", ACCENT, True)):
             runs = [curve for curve in text["curves"] if curve["recipe"] == recipe]
@@ -178,12 +177,11 @@ def draw_quality(figure: Figure, record: Record) -> None:
                 ha="right" if below else "left",
             )  # fmt: skip
         axes.set_xscale("log")
-        seconds = [each["seconds"] for each in points] + [60.0 * record["texts"][0]["settings"]["minutes"]]
-        _doubling_axis(axes.xaxis, [each for each in (15, 30, 60, 120, 300, 600, 1200) if each <= max(seconds)])
+        _doubling_axis(axes.xaxis, [each for each in (15, 30, 60, 120, 300, 600) if each <= points[-1][0]])
         axes.set_xlim(left=15)
-        shown = [nll for _, nll in ends] + [end[1]]
+        shown = [nll for _, nll in ends] + [target]
         axes.set_ylim(min(shown) - 0.15, max(shown) + 0.6)
-        axes.set_xlabel("seconds of training")
+        axes.set_xlabel("seconds of training, as measured")
         axes.set_title(text["text"], fontsize=9.5, loc="left")
     figure.axes[0].set_ylabel("validation loss, nats a token")
 

@@ -133,6 +133,24 @@ def test_labels_of_memory_lengths_do_not_touch(lengths):
         assert axes.get_xticks()[-1] == max(lengths)
 
 
+@pytest.mark.parametrize("norm", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("size", [(7.6, 3.4), (4.2, 3.8)])
+def test_the_label_of_the_clip_lies_on_no_line(norm, size, monkeypatch):
+    drawn: list[Any] = []
+    train: list[Any] = [{**each, "grad_norm": norm} for each in lines((10, 20, 30))]
+    monkeypatch.setattr(plots, "drawing", lambda draw, *about, **sizes: drawn.append(draw))
+    schedule_figure(train, clip=1.0)
+    with plots._style():
+        figure = plots._figure(drawn[0], size)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        legend = figure.axes[1].get_legend()
+        assert legend is not None
+        label = legend.get_window_extent(canvas.get_renderer())
+    assert label.y0 >= figure.axes[1].get_window_extent().y1 - 1
+    assert label.y1 <= figure.axes[0].get_window_extent().y0
+
+
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_the_curve_as_a_file_is_the_same_each_time(tmp_path, ending):
     first, second = tmp_path / f"a.{ending}", tmp_path / f"b.{ending}"

@@ -302,6 +302,16 @@ def test_a_curve_at_another_temperature_says_so(tmp_path):
     assert shown(run).text.count(caption) == 2  # captions of the result and of the curve
 
 
+def test_a_run_of_minutes_is_named_in_words(tmp_path):
+    run = FakeRun(tmp_path / "run", corpus="letters.txt", options={"train.steps": "100"})
+    run.config.name = "4-minutes"
+    run.directory.write_config(run.config)
+    run.start()
+    run.train()
+    html = write_report(run.path).read_text()
+    assert html.count("4 minutes on letters.txt") == 2  # title and heading
+
+
 def test_a_long_path_is_not_the_title(tmp_path):
     run = FakeRun(tmp_path / "run", corpus="/home/ada/texts/letters.txt", options={"train.steps": "100"})
     run.start()

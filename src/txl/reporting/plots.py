@@ -160,7 +160,7 @@ def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
         below.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         if clip:
             below.axhline(clip, color=ACCENT, linewidth=1.2, dashes=(4, 2), label=f"clipped above {clip:g}")
-            below.legend(loc="upper right")
+            below.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0)  # not over a line
         _step_axis(below)
         figure.align_ylabels()
 

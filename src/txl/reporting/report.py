@@ -11,6 +11,7 @@ from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
 from txl.files import JsonObject, write_whole
 from txl.presets import preset, presets
+from txl.presets.minutes import is_run_name
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import LZMA_AFTER, measure_compression
 from txl.reporting.findings import Findings, findings
@@ -92,15 +93,17 @@ def write_report(
         _model(config, found),
         _circumstances(found),
     ]
-    write_whole(
-        path, page(f"{config.name} on {short_name(found.start['corpus']['name'])}", [part for part in body if part])
-    )
+    write_whole(path, page(_title(config, found), [part for part in body if part]))
     return path
+
+
+def _title(config: RunConfig, found: Findings) -> str:
+    name = config.name.replace("-", " ") if is_run_name(config.name) else config.name
+    return f"{name} on {short_name(found.start['corpus']['name'])}"
 
 
 def _header(config: RunConfig, found: Findings, has_checkpoint: bool) -> str:
     corpus, last = found.start["corpus"], found.train[-1]
-    title = f"{config.name} on {short_name(corpus['name'])}"
     words = (
         f"{config.model.display_name}, {found.start['total_parameters']:,} parameters in {layers_text(config.model)}, "
         f"reading {token_name(corpus['unit'])}s. Trained for {counted(last['step'], 'step')} in "
@@ -119,7 +122,7 @@ def _header(config: RunConfig, found: Findings, has_checkpoint: bool) -> str:
         state = note(f"Training ended before step {steps:,}, because the validation loss no longer improved.")
     elif found.diverged is not None:
         state = note(f"Training diverged, and this model is of no use: {found.diverged}.", "warning")
-    return f"<header><h1>{escape(title)}</h1><p>{escape(words)}</p>{state}</header>"
+    return f"<header><h1>{escape(_title(config, found))}</h1><p>{escape(words)}</p>{state}</header>"
 
 
 def _training(config: RunConfig, found: Findings) -> str:
