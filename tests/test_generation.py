@@ -169,6 +169,18 @@ def test_words_are_separated_from_the_prompt():
     assert "".join(generate(model, vocabulary, "the\n", max_tokens=2)) == "mill mill"
 
 
+@pytest.mark.parametrize(("rule", "drawn"), [("whitespace", True), ("punctuation", False)])
+def test_unknown_words_are_drawn_only_as_words_of_the_text_and_unless_forbidden(rule, drawn):
+    vocabulary = WordVocabulary(["<eos>", "<unk>", "the", "mill"], rule=rule)
+    torch.manual_seed(0)
+    model = build_model(TransformerXLConfig(n_layer=1, d_model=8, n_head=1, d_head=8, d_inner=8, mem_len=4), 4)
+    model.softmax.bias.data[:] = torch.tensor([-50.0, 50.0, -50.0, 0.0])
+    assert ("<unk>" in "".join(generate(model, vocabulary, "the", max_tokens=4))) == drawn
+    assert "".join(generate(model, vocabulary, "the", max_tokens=2, forbid_unknown=True)) == " mill mill"
+    settings = {"samples": 2, "max_tokens": 2, "forbid_unknown": True}
+    assert generate_samples(model, vocabulary, "the", **settings) == [" mill mill"] * 2
+
+
 def test_several_samples_end_when_all_have_met_a_stop_string(model):
     whole = generate_samples(model, LETTERS, "abc", samples=2, max_tokens=300, seed=5)
     stop = "a"

@@ -162,3 +162,15 @@ def test_bytes_are_not_lower_cased(pickled):
     vocabulary = read_vocabulary(pickled(Vocab([str(number) for number in range(128)], True)))
     assert (vocabulary.kind, vocabulary.lower) == ("byte", False)
     assert vocabulary.decode(vocabulary.encode("Mill")) == "Mill"
+
+
+def test_unknown_words_can_be_forbidden_in_the_command(pickled, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    vocabulary = pickled(Vocab(filled("<eos>", "<unk>"), False))
+    assert main(["import", str(GOLDEN / "plain.pt"), "--out", run, "--vocabulary", str(vocabulary)]) == 0
+    words = ["generate", run, "--prompt", "w1", "--max-tokens", "300", "--top-k", "none", "--seed", "1", "--json"]
+    for option, drawn in (([], True), (["--no-unk"], False)):
+        capsys.readouterr()
+        assert main([*words, *option]) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert ("<unk>" in result["samples"][0], result["forbid_unknown"]) == (drawn, not drawn)

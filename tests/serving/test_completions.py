@@ -210,6 +210,12 @@ def test_the_openai_client(server, served):
         ({"prompt": "a", "best_of": 4}, "best_of"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
         ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": True}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"the": -100}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": [5]}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"256": -100}}, "has id 256, outside of the model's vocabulary"),
+        ({"prompt": "a", "logit_bias": {str(token): -100 for token in range(256)}}, "leave at least one"),
+        ({"prompt": "a", "logit_bias": {str(token): -100 for token in range(1025)}}, "up to 1024"),
         ({"prompt": "a", "max_tokens": 10**9}, "max_tokens"),
         ({"prompt": "a", "max_tokens": "3"}, "max_tokens"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
@@ -255,9 +261,18 @@ def test_values_that_ask_for_nothing_are_fine(server):
         "frequency_penalty": 0.0,
         "user": "me",
     }
-    asked = value | {"logit_bias": {}, "suffix": None, "stop": None, "stream": False, "seed": 1}
+    asked = value | {"logit_bias": {"7": 0}, "suffix": None, "stop": None, "stream": False, "seed": 1}
     plain = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "seed": 1})
     assert server.post("/v1/completions", asked)["choices"] == plain["choices"]
+
+
+def test_banned_tokens_are_never_drawn(server):
+    value = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    [free] = server.post("/v1/completions", value)["choices"]
+    common = max(set(free["logprobs"]["token_ids"]), key=free["logprobs"]["token_ids"].count)
+    [banned] = server.post("/v1/completions", value | {"logit_bias": {str(common): -100}})["choices"]
+    assert common not in banned["logprobs"]["token_ids"]
+    assert len(banned["logprobs"]["token_ids"]) == 40
 
 
 def test_other_routes(server, served):

@@ -59,6 +59,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text (default: random)")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
     parser.add_argument(
+        "--no-unk", action="store_true", help="never draw <unk>, even if it is a word of the training text"
+    )
+    parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
         help="precision of weights and memory, on a CPU (default: the run's)",
@@ -103,6 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         "temperature": arguments.temperature,
         "seed": arguments.seed,
         "stop": arguments.stop,
+        "forbid_unknown": arguments.no_unk,
         **lengths,
     }
     how = {

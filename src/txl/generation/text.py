@@ -15,7 +15,7 @@ from torch import Tensor
 from txl.config import Limit
 from txl.data.decoders import Decoder
 from txl.data.detokenise import Convention, text_decoder
-from txl.data.vocabulary import Vocabulary
+from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.devices import sent
 from txl.errors import UserError
 from txl.generation.engine import DecodeEngine, decodes
@@ -156,6 +156,7 @@ def generate(
     temperature: float = 1.0,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    forbid_unknown: bool = False,
     mem_len: int | None = None,
     window: Limit = None,
     clamp_len: Limit = None,
@@ -174,6 +175,8 @@ def generate(
         top_k, top_p, temperature: see `Sampling`.
         seed: seed of the drawn tokens; the same seed gives the same text. None: a new random seed.
         stop: strings at which the text ends; they are not part of the text.
+        forbid_unknown: True: never draw `<unk>`. False: draw it only if it is a word of the training text (see
+            `undrawable`).
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         dtype, compile: as in `generate_tokens`.
         detokenise: convention by which the training text was tokenised, which is undone in the pieces; the prompt must
@@ -191,7 +194,7 @@ def generate(
         mem_len=mem_len,
         window=window,
         clamp_len=clamp_len,
-        forbidden=undrawable(vocabulary),
+        forbidden=undrawable(vocabulary, forbid_unknown),
         dtype=dtype,
         compile=compile,
     )
@@ -210,6 +213,7 @@ def generate_samples(
     temperature: float = 1.0,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    forbid_unknown: bool = False,
     mem_len: int | None = None,
     window: Limit = None,
     clamp_len: Limit = None,
@@ -231,7 +235,7 @@ def generate_samples(
         mem_len=mem_len,
         window=window,
         clamp_len=clamp_len,
-        forbidden=undrawable(vocabulary),
+        forbidden=undrawable(vocabulary, forbid_unknown),
         dtype=dtype,
         compile=compile,
     )
@@ -256,14 +260,16 @@ def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, "
     return torch.as_tensor(vocabulary.encode(prompt), dtype=torch.int64)
 
 
-def undrawable(vocabulary: Vocabulary | None) -> tuple[int, ...]:
-    """Return the ids of the tokens that must not be drawn: the unknown character, which has no text.
+def undrawable(vocabulary: Vocabulary | None, forbid_unknown: bool = False) -> tuple[int, ...]:
+    """Return the ids of the tokens that must not be drawn: `<unk>`, which has no text.
 
-    The unknown word may be drawn, because it is a word of the benchmarks' texts.
+    With the word rule "whitespace", `<unk>` is a word of the training text, as in the benchmarks, and is drawn unless
+    `forbid_unknown` is True.
     """
-    if vocabulary is None or vocabulary.kind != "char" or vocabulary.unk_id is None:
+    if vocabulary is None or vocabulary.unk_id is None:
         return ()
-    return (vocabulary.unk_id,)
+    is_word = isinstance(vocabulary, WordVocabulary) and vocabulary.rule == "whitespace"
+    return () if is_word and not forbid_unknown else (vocabulary.unk_id,)
 
 
 class StopStrings:

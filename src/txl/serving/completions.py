@@ -20,12 +20,11 @@ from txl.serving.service import Service
 from txl.serving.texts import TAIL, Texts
 from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
 
-_CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs")
+_CONTROLS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stop", "echo", "logprobs", "logit_bias")
 _NEUTRAL = {
     "presence_penalty": (0, 0.0),
     "frequency_penalty": (0, 0.0),
     "best_of": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
 }
 """Unsupported fields, with the values that are accepted because they request no effect."""
@@ -119,6 +118,8 @@ class _Asked:
     sampling: Sampling
     seed: int
     stop: list[str]
+    forbidden: tuple[int, ...]
+    """Tokens that are never drawn."""
 
     @property
     def scores_prompts(self) -> bool:
@@ -142,6 +143,7 @@ def _asked(fields: Fields, service: Service) -> _Asked:
         sampling=fields.sampling(),
         seed=fields.seed(),
         stop=fields.strings("stop", 4),
+        forbidden=fields.forbidden(service.texts.forbidden, len(service.texts.vocabulary)),
     )
 
 
@@ -228,7 +230,7 @@ def _work(number: int, prompt: Prompt, asked: _Asked, outbox: Outbox, service: S
         prompt.ids,
         lanes,
         outbox,
-        forbidden=service.texts.forbidden,
+        forbidden=asked.forbidden,
         score=asked.scores_prompts,
         top=asked.top,
         segment=service.segment if asked.scores_prompts else Work.segment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.generation.sampling import Sampling
+from txl.generation.sampling import Sampling, checked_forbidden
 
 T = TypeVar("T")
 _TYPES = {
@@ -238,6 +239,23 @@ class Fields:
         if not all(value):
             raise ApiError(400, f"{name} has an empty string; expected at least one character", param=name)
         return value
+
+    def forbidden(self, always: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
+        """Return the ids of the tokens that are never drawn: `always`, and those that `logit_bias` bans with -100."""
+        biases = self._values.get("logit_bias", {})
+        known = isinstance(biases, dict) and len(biases) <= 1024
+        if not known or any(
+            type(bias) not in (int, float) or bias not in (0, -100) or not re.fullmatch("[0-9]{1,12}", token)
+            for token, bias in biases.items()
+        ):
+            raise ApiError(
+                400,
+                f"logit_bias is {_short(biases)}; expected up to 1024 token ids, each with -100, which bans it, or 0",
+                param="logit_bias",
+                code="unsupported_parameter",
+            )
+        ids = [int(token) for token, bias in biases.items() if bias]
+        return of_user(lambda: checked_forbidden([*always, *ids], vocab_size), "logit_bias")
 
     def seed(self) -> int:
         """Return the seed; a random seed if the field is absent."""
