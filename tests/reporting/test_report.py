@@ -1,4 +1,7 @@
+import json
+import random
 import re
+from contextlib import suppress
 
 import pytest
 from tests.reporting.fake_run import CACHE, PARTS, FakeRun, begun, evaluation, whole_run
@@ -6,6 +9,7 @@ from tests.reporting.html_page import Page, shown
 
 import txl.runs.directory
 from txl.errors import UserError
+from txl.reporting import report
 from txl.reporting.findings import findings
 from txl.reporting.report import write_report
 
@@ -423,3 +427,47 @@ def test_a_folder_that_is_not_there_is_a_mistake_of_the_users(tmp_path):
     run = begun(tmp_path / "run")
     with pytest.raises(UserError, match=r"none/report\.html: cannot be written"):
         write_report(run.path, out=tmp_path / "none" / "report.html")
+
+
+def places_in(value, place=()):
+    """Yield the place of every value in a JSON value; of a list, only of its first two."""
+    yield place
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    for key, inner in parts:
+        yield from places_in(inner, (*place, key))
+
+
+def replaced(value, place, new):
+    if not place:
+        return new
+    copy = value.copy()
+    copy[place[0]] = replaced(value[place[0]], place[1:], new)
+    return copy
+
+
+def test_no_value_of_another_kind_in_a_log_is_a_traceback(tmp_path, monkeypatch):
+    """Each value at any depth of one event of each kind is replaced; figures are left out, because they take long."""
+    monkeypatch.setattr(report, "figure", lambda *_: "")
+    for name in ("loss_figure", "schedule_figure", "memory_figure"):
+        monkeypatch.setattr(report, name, lambda *_: "")
+    run = begun(tmp_path / "run")
+    run.sweep(lengths=(0, 32))
+    adaptation = {"rule": "sgd", "learning_rate": 0.1, "decay": 0.0, "weights": "all"}
+    run.log("eval", 100, **evaluation(1.5, 32, **CACHE, dynamic=adaptation))
+    run.compression(640_413, 200_000, 190_000)
+    run.sample("a", "b")
+    log = run.path / "log.jsonl"
+    lines = log.read_text().splitlines()
+    first = {json.loads(line)["event"]: number for number, line in reversed(list(enumerate(lines)))}
+    generator, written = random.Random(0), 0
+    for number in first.values():
+        event = json.loads(lines[number])
+        for place in places_in(event):
+            if place[:1] == ("config",) and place[1:2] not in (("train",), ("eval",)):
+                continue  # checked as a configuration
+            new = generator.choice([{}, [], None, "x", 2**63, -1, float("inf"), [{}]])
+            log.write_text("\n".join([*lines[:number], json.dumps(replaced(event, place, new)), *lines[number + 1 :]]))
+            with suppress(UserError):
+                write_report(run.path)
+                written += 1
+    assert written > 100

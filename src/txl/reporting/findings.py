@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -98,7 +99,7 @@ def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Fin
         events: events of a run's log.
         checkpoint: name of the checkpoint that commands read by default, which the result prefers; None: no preference.
     """
-    stretches = select(events, StartEvent)
+    stretches = [each for each in select(events, StartEvent) if "train" in each["corpus"]["splits"]]
     if not stretches:
         return None
     start = stretches[-1]
@@ -173,7 +174,7 @@ def _targets(row: Evaluation) -> tuple[object, ...]:
     """Return the settings that two evaluations must share to differ only by memory length and window."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
-    adapting = tuple((row.get("dynamic") or {}).items())
+    adapting = json.dumps(row.get("dynamic"))
     values: Mapping[str, object] = row
     return (*(values[name] for name in names), adapting)
 

@@ -204,7 +204,7 @@ def _memory(config: RunConfig, found: Findings, name: str) -> str:
 
 def _window(row: Evaluation | SampleEvent) -> str:
     window = row.get("window")  # older logs hold the word "none" for samples
-    return "none" if window in (None, "none") else f"{window:,}"
+    return f"{window:,}" if isinstance(window, int) else "none"
 
 
 def _attention(run_directory: RunDirectory) -> str:
@@ -236,8 +236,8 @@ def _sample(sample: SampleEvent) -> str:
         cuts = {"top-k": sample["top_k"], "top-p": sample["top_p"]}
         settings += [f"{cut} {value}" for cut, value in cuts.items() if value is not None]
         settings.append("no seed" if sample["seed"] is None else f"seed {sample['seed']}")
-    if "mem_len" in sample:
-        settings.append(f"memory {sample['mem_len']:,}, window {_window(sample)}")
+    if (memory := sample.get("mem_len")) is not None:
+        settings.append(f"memory {memory:,}, window {_window(sample)}")
     settings.append(f"at most {counted(sample['max_tokens'], 'token')}")
     text = sample["text"]
     rest = len(text) - _SAMPLE_CHARACTERS

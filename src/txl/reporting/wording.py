@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import cast
 from unicodedata import category
 
 from txl.config import ModelConfig
@@ -10,7 +11,7 @@ from txl.data.sources import WHOLE
 from txl.data.user_text import is_cut
 from txl.files import JsonObject
 from txl.reporting.findings import tokens_read
-from txl.runs.events import Evaluation, EvaluationFigures, SplitRecord
+from txl.runs.events import AdaptationSettings, Evaluation, EvaluationFigures, SplitRecord
 
 
 def plain(text: str) -> str:
@@ -61,7 +62,7 @@ def manner_words(row: EvaluationFigures) -> list[str]:
         words.append("exhaustive")
     if row["temperature"] != 1:
         words.append(f"temperature {row['temperature']:g}")
-    if row["cache_size"] is not None:
+    if row["cache_size"] is not None and row["cache_theta"] is not None and row["cache_lambda"] is not None:
         shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
         words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
     if (dynamic := row.get("dynamic")) is not None:
@@ -115,14 +116,15 @@ def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: boo
     return "; ".join(words)
 
 
-def adaptation_text(dynamic: JsonObject) -> str:
+def adaptation_text(dynamic: AdaptationSettings) -> str:
     """Return the settings of a dynamic evaluation in words."""
     words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
-    if "epsilon" in dynamic:
-        size = f"{dynamic['statistics']} of {dynamic['statistics_segments']:,} segments"
-        words += [f"epsilon {dynamic['epsilon']:g}", f"gradient statistics: {size}"]
-        if dynamic["statistics_batch_size"] > 1:
-            words[-1] += f" of {dynamic['statistics_batch_size']} lanes"
+    if AdaptationSettings.__optional_keys__ <= dynamic.keys():
+        of_rms = cast("JsonObject", dynamic)
+        size = f"{of_rms['statistics']} of {of_rms['statistics_segments']:,} segments"
+        words += [f"epsilon {of_rms['epsilon']:g}", f"gradient statistics: {size}"]
+        if of_rms["statistics_batch_size"] > 1:
+            words[-1] += f" of {of_rms['statistics_batch_size']} lanes"
     if dynamic["weights"] != "all":
         words.append("feed-forward layers alone" if dynamic["weights"] == "feed-forward" else "biases and norms alone")
     return f"dynamic evaluation by {dynamic['rule']} ({', '.join(words)})"

@@ -43,6 +43,10 @@ class EventName(StrEnum):
     DEMO = "demo"
 
 
+_LATEST = 1e11
+"""Seconds since 1970 of a time in the year 5138; no calendar holds much later ones."""
+
+
 class LogEvent(TypedDict):
     """A line of the log."""
 
@@ -165,6 +169,19 @@ class TrainEvent(LogEvent):
     """Seconds of training since the run began."""
 
 
+class AdaptationSettings(TypedDict):
+    """Rule and settings of dynamic evaluation (`txl.evaluation.dynamic.described`)."""
+
+    rule: str
+    learning_rate: float
+    decay: float
+    weights: str
+    epsilon: NotRequired[float]
+    statistics: NotRequired[str]
+    statistics_segments: NotRequired[int]
+    statistics_batch_size: NotRequired[int]
+
+
 class EvaluationFigures(TypedDict):
     """Results and settings of an evaluation (`EvaluationResult.to_dict`)."""
 
@@ -194,8 +211,7 @@ class EvaluationFigures(TypedDict):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: NotRequired[JsonObject | None]
-    """Rule and settings of dynamic evaluation."""
+    dynamic: NotRequired[AdaptationSettings | None]
 
 
 class ValidEvent(LogEvent, EvaluationFigures):
@@ -425,7 +441,8 @@ def is_complete(event: Mapping[str, object]) -> bool:
     The line of an unknown event, which a later version may have written, needs the fields of every line.
     """
     name = event.get("event")
-    return isinstance(name, str) and _fits(event, EVENTS.get(cast("EventName", name), LogEvent))
+    kind = EVENTS.get(cast("EventName", name), LogEvent) if isinstance(name, str) else LogEvent
+    return _fits(event, kind) and 0 <= cast("float", event["time"]) < _LATEST
 
 
 def _fits(value: object, hint: Any) -> bool:
