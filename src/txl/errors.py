@@ -64,6 +64,20 @@ def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> st
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
+def brief(value: object) -> str:
+    """Return a value from a file as text for a message.
+
+    Only the first elements of the first two levels are converted: lists that share parts may stand for more elements
+    than any memory holds.
+    """
+    import reprlib
+
+    shown = reprlib.Repr()
+    shown.maxlevel, shown.maxstring, shown.maxother = 2, 60, 60
+    shown.maxlist = shown.maxtuple = shown.maxdict = shown.maxset = shown.maxfrozenset = 6
+    return shown.repr(value)
+
+
 def cause(error: Exception) -> str:
     """Return " (message)" for a ValueError, whose message is in words; "" for other exceptions, such as KeyErrors."""
     return f" ({error})" if isinstance(error, ValueError) else ""

@@ -162,12 +162,9 @@ def test_the_command_shows_the_configuration_and_the_run_can_be_used(tmp_path, c
     words = ["import", str(GOLDEN / "clamp-and-window.pt"), "--out", out, "--vocabulary", str(tmp_path / "vocab.txt")]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    for line in (
-        "model.window                8\n",
-        "model.clamp_len             4\n",
-        "eval.mem_len               8\n",
-    ):
-        assert "".join(line.split()) in "".join(printed.split())
+    settings = dict(line.split() for line in printed.splitlines() if line.startswith("model."))
+    assert len(settings) == 10
+    assert (settings["model.mem_len"], settings["model.window"], settings["model.clamp_len"]) == ("8", "8", "4")
     text = tmp_path / "my.txt"
     text.write_text("w1 w2 w3 w4\nw5 w6 strange w8\n" * 400)
     data = ["--data-dir", str(tmp_path / "data")]
@@ -193,7 +190,9 @@ def test_the_command_shows_the_configuration_and_the_run_can_be_used(tmp_path, c
 def test_without_a_vocabulary_only_text_is_refused(tmp_path, capsys):
     out = str(tmp_path / "run")
     assert main(["import", str(GOLDEN / "plain.pt"), "--out", out]) == 0
-    assert "no vocabulary" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "note: no vocabulary: text cannot be read or printed\n" in printed
+    assert printed.endswith("; next: the same command with --vocabulary FILE and another --out\n")
     for words in (["eval", out, "--data.corpus", "stdlib"], ["generate", out, "--prompt", "x"]):
         assert main(words) == 2
         assert "vocabulary" in capsys.readouterr().err

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import pickletools
 import random
+import shutil
 import struct
+import subprocess
+import sys
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -21,6 +25,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interop.test_hub import model_files
+from txl import load
 from txl.cli import main
 from txl.data.vocabulary import WordVocabulary
 from txl.errors import UserError
@@ -351,3 +357,100 @@ def test_an_index_that_names_no_files_is_refused(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}')
     with pytest.raises(UserError, match="names files outside of its directory"):
         read_weights(tmp_path)
+
+
+def laughs(depth: int = 39) -> list[object]:
+    """Return a list of few objects that stands for 10**depth elements."""
+    value: list[object] = ["ha"]
+    for _ in range(depth):
+        value = [value] * 10
+    return value
+
+
+def hanging(tmp_path: Path) -> list[str]:
+    """Write small files that once made the import print, or walk through, more elements than anybody can wait for."""
+    files = {}
+    for name in ("cutoffs", "dropout", "attn_type", "tgt_len", "mem_len", "n_layer", "same_length", "pre_lnorm"):
+        files[name] = tmp_path / f"{name}.pt"
+        torch.save({"model_state": {}, "model_config": {name: laughs()}}, files[name])
+    for name in ("idx2sym", "encoder", "vocab", "tokenizer"):
+        files[name] = tmp_path / f"{name}.pt"
+        torch.save({"model_state": {}, "model_config": {}, "vocab": {name: laughs(), "bpe_ranks": {}}}, files[name])
+    files["keys"] = tmp_path / "keys.pt"
+    head = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}, [laughs()])
+    files["keys"].write_bytes(b"".join(pickle.dumps(each, 2) for each in head))
+    files["names"] = tmp_path / "names.pt"
+    torch.save({"module." * 300_000 + "x": torch.zeros(1)}, files["names"])
+    # 16 levels of modules, each with ten times the same module inside.
+    program = b"\x80\x02cmem_transformer\nMemTransformerLM\n)\x81q\x00"
+    for level in range(30):
+        inner = b"".join(b"X\x01\x00\x00\x00%dh%c" % (each, level) for each in range(10))
+        program += b"cmem_transformer\nM\n)\x81}X\x08\x00\x00\x00_modules}(" + inner + b"usbq" + bytes([level + 1])
+    files["modules"] = tmp_path / "modules.pt"
+    files["modules"].write_bytes(program + b".")
+    os.mkfifo(tmp_path / "pipe.pt")
+    return [*map(str, files.values()), str(tmp_path / "pipe.pt")]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_small_files_do_not_make_an_import_hang(tmp_path):
+    """One process of its own with a time limit; each file gives one line and no run."""
+    paths = hanging(tmp_path)
+    code = "import sys; from txl.cli import main; [main(['import', each, '--out', each + '-run']) for each in sys.argv[1:]]"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *paths], timeout=100, capture_output=True, text=True, check=False
+    )
+    lines = ended.stderr.splitlines()
+    assert [line.partition(str(tmp_path))[0] for line in lines if not line.startswith("txl: error: ")] == []
+    assert len(lines) == len(paths), lines
+    assert max(map(len, lines)) < 2100
+    assert ended.returncode == 0
+    assert list(tmp_path.glob("*-run")) == []
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02\x8b\x00\x00\x00\x40.",  # LONG4 of a gigabyte
+        b"\x80\x05\x96\x00\x00\x00\x00\x00\x00\x00\x40.",  # BYTEARRAY8 of 2**62 bytes
+    ],
+)
+def test_sizes_in_opcodes_allocate_nothing(program):
+    with pytest.raises(UnsafePickle, match="which no checkpoint needs"):
+        loads(program)
+
+
+def test_an_index_that_is_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not JSON"):
+        read_weights(tmp_path)
+
+
+HOSTILE = ("null", "[]", "{}", "1e999", "-1", "18446744073709551615", '"x"', "[[[]]]", '"\\ud800"', "9" * 50, "{")
+
+
+@pytest.mark.parametrize("name", ["config.json", "added_tokens.json", "vocab.json", "model.safetensors.index.json"])
+def test_mutated_json_of_a_directory_gives_our_own_errors_only(name, tmp_path):
+    """Each value of the file is replaced; whatever is imported can be loaded again."""
+    files = model_files(16)
+    files |= {"model.safetensors.index.json": json.dumps({"weight_map": {"a": "model.safetensors"}}).encode()}
+    files |= {"added_tokens.json": b'{"<formula>": 29}'}
+    config: dict[str, Any] = json.loads(files.get(name, b'{"a": 0, "b": 1}'))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    for each, content in files.items():
+        (folder / each).write_bytes(content)
+    if name == "model.safetensors.index.json":
+        (folder / "model.safetensors").rename(folder / "part.safetensors")
+    for number, key in enumerate(config):
+        for value in HOSTILE:
+            text = json.dumps(config | {key: "@"}).replace('"@"', value)
+            (folder / name).write_text(text)
+            given = [] if name != "vocab.json" else [read_vocabulary]
+            error = error_of(partial(import_run, folder, tmp_path / f"run{number}"))
+            assert isinstance(error, UserError | None), (text, repr(error))
+            for read in given:
+                assert isinstance(error_of(partial(read, folder / name)), UserError | None), text
+            if error is None:
+                load(tmp_path / f"run{number}")
+                shutil.rmtree(tmp_path / f"run{number}")

@@ -12,7 +12,7 @@ from txl.commands.arguments import check_corpus
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_json, add_out
 from txl.commands.output import print_json
-from txl.config import leaf_fields, shown
+from txl.config import shown
 from txl.errors import UserError
 from txl.files import check_new_directory
 
@@ -26,6 +26,8 @@ _NOT_IN_SHAPES = (
 )
 """Fields of the model that a file may fail to state, since shapes of tensors do not tell them, and the two rates of
 dropout that training continues with. Other fields are accepted, for instance to check them, but not listed."""
+_PRINTED = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "cutoffs", "div_val", "mem_len", "window", "clamp_len")
+"""Fields of the model that the command prints; config.json has them all."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -87,10 +89,11 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"directory": str(out), "model": config.to_dict()["model"], "notes": notes})
         return
-    for name, _, _, value in leaf_fields(config):
-        if name.startswith(("model.", "eval.")):
-            print(f"{name:26} {shown(value)}")
+    for name in _PRINTED:
+        print(f"model.{name:10} {shown(getattr(config.model, name))}")
     for note in notes:
         print(f"note: {note}")
     following = f"txl eval {shlex.quote(str(out))}" + ("" if arguments.corpus else " --corpus my.txt")
+    if not (out / "vocabulary.json").exists():
+        following = "the same command with --vocabulary FILE and another --out"
     print(f"imported into {out}; next: {following}")

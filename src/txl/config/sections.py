@@ -95,7 +95,7 @@ class Lengths:
 
 
 def _is_whole(length: object, at_least: int) -> bool:
-    return isinstance(length, Integral) and int(length) >= at_least
+    return isinstance(length, Integral) and at_least <= int(length) <= LARGEST
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:

@@ -429,7 +429,7 @@ class BpeVocabulary(Vocabulary):
         """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
-        tokenizer = _byte_level()
+        tokenizer = byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -479,9 +479,9 @@ class BpeVocabulary(Vocabulary):
         return self._as_json(tokenizer=json.loads(self.tokenizer.to_str()))
 
 
-def _byte_level() -> Tokenizer:
-    """Return a byte-level BPE tokenizer without tokens."""
-    tokenizer = Tokenizer(models.BPE())
+def byte_level(model: models.BPE) -> Tokenizer:
+    """Return a byte-level BPE tokenizer with the tokens and merges of `model`."""
+    tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     return tokenizer
@@ -493,7 +493,7 @@ def _read_tokenizer(values: JsonObject) -> Tokenizer:
     Anything else, such as a huge padding, could change the ids or end the process.
     """
     tokenizer = Tokenizer.from_str(json.dumps(values))
-    stated, plain = (json.loads(each.to_str()) for each in (tokenizer, _byte_level()))
+    stated, plain = (json.loads(each.to_str()) for each in (tokenizer, byte_level(models.BPE())))
     plain["model"] |= {name: stated["model"].get(name) for name in ("vocab", "merges")}
     for name in plain | stated:
         if stated.get(name) != plain.get(name):

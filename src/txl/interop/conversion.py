@@ -30,6 +30,11 @@ def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig
         source: checkpoint as read from its file.
         options: fields of `TransformerXLConfig` that the user states.
     """
+    if not any(name.startswith("crit.out_layers.") for name in source.tensors):
+        raise UserError(
+            f"{source.kind}: the output layer is missing (no tensor crit.out_layers.*), as in a model for features or "
+            f"classes; only a language model can be imported: save it with its output layer"
+        )
     tensors = {name: floating(name, tensor) for name, tensor in source.tensors.items()}
     source.tensors.clear()
     config = _configuration(tensors, source, options)

@@ -298,10 +298,8 @@ def read_test_settings(folder: Path) -> EvalConfig | None:
     return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
 
 
-def read_own_export(
-    folder: Path, options: JsonObject
-) -> tuple[TransformerXLConfig, dict[str, Tensor], Vocabulary | None]:
-    """Read configuration, weights and vocabulary of an export.
+def read_own_export(folder: Path, options: JsonObject) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
+    """Read configuration and weights of an export.
 
     Args:
         folder: directory that `txl export` wrote, or transformers' `save_pretrained` after loading an export.
@@ -322,5 +320,4 @@ def read_own_export(
     weights = {name.removeprefix("model."): floating(name, tensor) for name, tensor in weights.items()}
     if "softmax.bias" not in weights:
         raise UserError(f"{folder}: the tensor softmax.bias is missing")
-    named = folder / "vocabulary.json"
-    return model, weights, Vocabulary.load(named) if named.is_file() else None
+    return model, weights

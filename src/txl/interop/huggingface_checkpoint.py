@@ -5,20 +5,21 @@ The file may leave out tensors that the model shares. The logit of cluster i is 
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 
 import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, read_json
 from txl.interop.conversion import restore_shared
 from txl.interop.original import stated_settings
 from txl.interop.source import Source
 from txl.interop.torch_files import read_torch_file
-from txl.interop.vocabularies import read_vocabulary
+from txl.interop.vocabularies import read_beside
 
 MODEL_TYPE = "transfo-xl"
 VOCABULARIES = ("vocab.pkl", "vocab.bin", "vocab.txt")
@@ -61,16 +62,25 @@ def read_huggingface(folder: Path) -> Source:
     settings["untie_r"] = untied
     size = config.get("vocab_size")
     n_token = sum(len(each) for name, each in tensors.items() if name.startswith("crit.out_layers.") and "bias" in name)
-    if isinstance(size, int) and size != n_token:
+    if n_token and isinstance(size, int) and size != n_token:
         raise UserError(f"{folder}: config.json says {size} tokens, the weights have {n_token}")
     settings["layer_norm_eps"] = float(config.get("layer_norm_epsilon", 1e-5))
-    found = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
-    return Source(
-        "Hugging Face's TransfoXLLMHeadModel",
-        tensors,
-        settings,
-        vocabulary=None if found is None else read_vocabulary(found),
-    )
+    stated = config.get("architectures")
+    architecture = stated[0] if isinstance(stated, list) and stated else "TransfoXLLMHeadModel"
+    source = Source(f"Hugging Face's {architecture}", tensors, settings)
+    source.vocabulary = partial(_vocabulary, folder, n_token, source.notes)
+    return source
+
+
+def _vocabulary(folder: Path, n_token: int, notes: list[str]) -> Vocabulary | None:
+    """Read the vocabulary with its added tokens, as far as the model has rows for them; the others are noted."""
+    path = folder / "added_tokens.json"
+    added = read_json(path) if path.is_file() else {}
+    if not isinstance(added, dict) or not all(type(number) is int for number in added.values()):
+        raise UserError(f"{path}: expected tokens with their ids")
+    if unused := [token for token, number in added.items() if number >= n_token]:
+        notes.append(f"added tokens for which the model has no weights are left out: {', '.join(unused[:8])}")
+    return read_beside(folder, VOCABULARIES, {number: token for token, number in added.items() if number < n_token})
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -81,8 +91,8 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             try:
-                parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()), key=str)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                parts = sorted(set(read_json(index)["weight_map"].values()), key=str)
+            except (KeyError, TypeError, AttributeError) as error:
                 raise UserError(f"{index}: damaged ({type(error).__name__}: {error})") from None
             if any(not isinstance(part, str) or "/" in part or "\\" in part or part.startswith(".") for part in parts):
                 raise UserError(f"{index}: names files outside of its directory")
@@ -91,13 +101,13 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensors_of(path: Path) -> dict[str, Tensor]:
+    if not path.is_file():
+        raise UserError(f"{path}: missing")
     if path.suffix == ".safetensors":
         try:
             return safetensors.torch.load_file(path)
         except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: damaged or missing ({str(error)[:200]})") from None
-    if not path.is_file():
-        raise UserError(f"{path}: missing")
+            raise UserError(f"{path}: damaged ({str(error)[:200]})") from None
     value = read_torch_file(path)
     if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
         raise UserError(f"{path}: not a dictionary of tensors")

@@ -20,6 +20,7 @@ from txl.interop.original import source_of
 from txl.interop.source import Source
 from txl.interop.tensorflow import read_tensorflow, tensorflow_prefix
 from txl.interop.torch_files import is_torch_file, read_torch_file
+from txl.interop.vocabularies import read_beside
 from txl.models import build_model
 from txl.runs.checkpoints import Contents, weights_identity, write_checkpoint
 from txl.runs.directory import RunDirectory, load_weights
@@ -81,13 +82,17 @@ def import_run(
     tested = None
     if path.is_dir() and is_own_export(path):
         tested = read_test_settings(path)
-        model, weights, brought = read_own_export(path, model_options or {})
-        source = Source("an export of this project", {}, vocabulary=brought)
+        model, weights = read_own_export(path, model_options or {})
+        source = Source("an export of this project", {}, vocabulary=lambda: read_beside(path, ("vocabulary.json",)))
     else:
         source = read_source(path)
         model, weights = converted(source, model_options or {})
     n_token = len(weights["softmax.bias"])
-    vocabulary = vocabulary or source.vocabulary
+    if vocabulary is None:
+        try:
+            vocabulary = source.vocabulary()
+        except UserError as error:
+            raise UserError(f"{error}; --vocabulary FILE gives another vocabulary") from None
     if vocabulary is not None and len(vocabulary) != n_token:
         raise UserError(f"the vocabulary has {len(vocabulary)} symbols, the checkpoint {n_token}; expected the same")
     run = _configuration(name or path.resolve().name, source, model, vocabulary, data)
@@ -102,7 +107,7 @@ def import_run(
     write_directory(out, lambda folder: _fill(RunDirectory(folder), run, vocabulary, network.state_dict(), source))
     notes = list(source.notes)
     if vocabulary is None:
-        notes.append("no vocabulary: text cannot be read or printed until --vocabulary FILE gives one")
+        notes.append("no vocabulary: text cannot be read or printed")
     return run, notes
 
 

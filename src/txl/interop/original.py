@@ -6,14 +6,16 @@ of C is in row C-i of the cluster weights.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
+from itertools import count
 from typing import Any
 
 from torch import Tensor
 
 from txl.config import FieldValues
-from txl.errors import UserError
+from txl.errors import UserError, brief
 from txl.interop.conversion import flip_clusters
 from txl.interop.safe_pickle import StandIn
 from txl.interop.source import Source, length_or_none, window_of
@@ -45,7 +47,7 @@ def refuse_encoding(kind: object, path: str) -> None:
     """Refuse every positional encoding except type 0, with an error that names the encoding."""
     if kind not in (0, None):
         name = ENCODINGS.get(kind, "unknown") if isinstance(kind, int) else "unknown"
-        raise UserError(f"{path}: encoding type {kind} ({name}); only type 0, the paper's own, can be imported")
+        raise UserError(f"{path}: encoding type {brief(kind)} ({name}); only type 0, the paper's own, can be imported")
 
 
 def refuse_extended_context(ext_len: object, path: str) -> None:
@@ -62,6 +64,7 @@ def refuse_sampled_softmax(n_sample: object, path: str) -> None:
         raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
 
 
+_MOST_MODULES = 100_000
 _NUMBERS = ("n_layer", "n_head", "d_model", "d_head", "d_inner", "d_embed", "div_val", "mem_len")
 _RATES = ("dropout", "dropatt", "layer_norm_epsilon")
 
@@ -85,10 +88,10 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     refuse_sampled_softmax(stated.get("sample_softmax"), path)
     for name in _RATES:
         if name in stated and (type(stated[name]) not in (int, float) or not abs(stated[name]) < 1e9):
-            raise UserError(f"{path}: {name} is {str(stated[name])[:50]}; expected a number")
+            raise UserError(f"{path}: {name} is {brief(stated[name])}; expected a number")
     cutoffs = stated.get("cutoffs") or ()
     if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
-        raise UserError(f"{path}: cutoffs is {cutoffs!r}; expected a list of whole numbers")
+        raise UserError(f"{path}: cutoffs is {brief(cutoffs)}; expected a list of whole numbers")
     settings: FieldValues = {name: stated[name] for name in _NUMBERS if type(stated.get(name)) is int}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
     return settings | {
@@ -116,10 +119,11 @@ def _modules(module: StandIn) -> dict[str, StandIn]:
 
 def _from_module(module: StandIn, path: str) -> Source:
     tensors: dict[str, Tensor] = {}
+    number = count()
 
     def walk(each: StandIn, prefix: str, depth: int) -> None:
-        if depth > 16:
-            raise UserError(f"{path}: modules are nested too deeply; expected the authors' pickled model")
+        if depth > 16 or next(number) > _MOST_MODULES:
+            raise UserError(f"{path}: has too many modules, or nested too deeply; expected the authors' pickled model")
         for kind in ("_parameters", "_buffers"):
             found = StandIn.attribute(each, kind)
             for name, tensor in found.items() if isinstance(found, dict) else ():
@@ -143,7 +147,7 @@ def _from_module(module: StandIn, path: str) -> Source:
     embedding = modules.get("word_emb")
     if embedding is not None:
         cutoffs, div_val = StandIn.attribute(embedding, "cutoffs"), StandIn.attribute(embedding, "div_val")
-        if isinstance(cutoffs, list):
+        if isinstance(cutoffs, list) and all(type(each) is int for each in cutoffs):
             settings["cutoffs"] = tuple(cutoffs[:-1])  # the last is the vocabulary's size
         if isinstance(div_val, int):
             settings["div_val"] = div_val
@@ -188,7 +192,7 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
     settings = stated_settings(stated, path, itself_extra=True)
     segment = stated.get("tgt_len")
     if segment is not None and type(segment) is not int:
-        raise UserError(f"{path}: tgt_len is {segment!r}; expected a whole number")
+        raise UserError(f"{path}: tgt_len is {brief(segment)}; expected a whole number")
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if isinstance(tensor, Tensor):
@@ -201,18 +205,16 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
                 name = f"crit.out_layers.{name.rpartition('.')[2]}.weight"
             tensors[name] = tensor
     flip_clusters(tensors)
-    vocabulary = value.get("vocab")
+    vocab = value.get("vocab")
     return Source(
         "NVIDIA's checkpoint",
         tensors,
         settings,
         segment=segment,
-        vocabulary=None if vocabulary is None else vocabulary_from(vocabulary, f"{path}: vocab"),
+        vocabulary=lambda: None if vocab is None else vocabulary_from(vocab, f"{path}: vocab"),
     )
 
 
 def _bare(name: str) -> str:
     """Return a tensor's name without the prefixes of wrappers."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"^(module\.)+", "", name)

@@ -35,10 +35,18 @@ STAND_IN_MODULES = (
     "transformers",
     "pytorch_transformers",
     "pytorch_pretrained_bert",
+    "tokenizers",
+    "sacremoses",
+    "re",
+    "regex",
+    "_regex",
+    "_regex_core",
     "numpy",
     "__main__",
 )
-"""Modules, with their submodules, whose classes a file may contain; these modules are never imported."""
+"""Modules, with their submodules, whose classes and functions a file may name; these modules are never imported.
+
+Tokenizers of Hugging Face's and NVIDIA's hold objects of `tokenizers`, `sacremoses`, `re` and `regex`."""
 
 
 class UnsafePickle(Exception):
@@ -53,6 +61,9 @@ class StandIn:
 
     def __init__(self, *args: object, **kwargs: object):
         pass
+
+    def __repr__(self) -> str:
+        return f"<{self.origin}>"
 
     def attribute(self, name: str, default: Any = None) -> Any:
         """Return an attribute of the pickled object.
@@ -148,11 +159,15 @@ class SafeUnpickler(_PurePython):
             if key not in self._stand_ins:
                 self._stand_ins[key] = stand_in(*key)
             return self._stand_ins[key]
-        raise UnsafePickle(f"it asks for {key[0]}.{key[1]}, which no checkpoint of a Transformer-XL needs")
+        raise UnsafePickle(f"it asks for {key[0][:100]}.{key[1][:100]}, which no checkpoint of a Transformer-XL needs")
 
     def get_extension(self, code: int) -> None:
         """Refuse copyreg's extensions, whose numbers have a meaning only within a process."""
         raise UnsafePickle(f"it asks for the extension number {code}, which no checkpoint needs")
+
+    def refuse_size(self) -> None:
+        """Refuse an opcode for a number or an array of any size, before memory is allocated for it."""
+        raise UnsafePickle("it has a number of thousands of bits, or a bytearray, which no checkpoint needs")
 
     def persistent_load(self, pid: object) -> object:
         """Return the object with a persistent id (a storage of torch)."""
@@ -201,6 +216,8 @@ class SafeUnpickler(_PurePython):
 
     dispatch: ClassVar[dict[int, Callable[[SafeUnpickler], None]]] = {
         **_PurePython.dispatch,
+        pickle.LONG4[0]: refuse_size,
+        pickle.BYTEARRAY8[0]: refuse_size,
         pickle.BUILD[0]: load_build,
         pickle.SETITEM[0]: load_setitem,
         pickle.SETITEMS[0]: load_setitems,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from txl.config import FieldValues
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 
-_PATTERNS = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "vocab.*")
+_PATTERNS = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "vocab.*", "added_tokens.json")
 
 
 def checkpoint_path(given: str, quiet: bool = False) -> Path:
@@ -59,8 +60,8 @@ class Source:
     """Fields of `TransformerXLConfig` that the file states; other fields are derived from the tensors."""
     segment: int | None = None
     """Number of tokens in a segment; None if the file does not state it."""
-    vocabulary: Vocabulary | None = None
-    """The vocabulary; None if the file contains none."""
+    vocabulary: Callable[[], Vocabulary | None] = lambda: None
+    """Function that reads the file's vocabulary, None if the file contains none; not called if the user gives one."""
     notes: list[str] = field(default_factory=list)
     """Notes for the user."""
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from txl.errors import UserError
+from txl.files import opened
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 
 _MAGIC = 0x1950A86A20F9469CFC6C
@@ -71,7 +72,7 @@ class _PendingTensor:
         data = self.storage.data
         if data is None:
             raise UnsafePickle(f"the storage {self.storage.key} of a tensor is missing")
-        if len(self.size) != len(self.stride) or min((self.offset, *self.size, *self.stride)) < 0:
+        if len(self.size) != len(self.stride):
             raise UnsafePickle("a tensor has no possible shape")
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
         if 0 not in self.size and last >= data.numel():
@@ -100,6 +101,8 @@ def _rebuild_tensor(storage: object, offset: object, size: object, stride: objec
 def _numbers(values: object) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or not all(type(number) is int for number in values):
         raise UnsafePickle("a tensor's shape is not made of numbers")
+    if len(values) > 8 or not all(0 <= number < 2**63 for number in values):
+        raise UnsafePickle("a tensor has no possible shape")
     return tuple(values)
 
 
@@ -130,7 +133,7 @@ _NAMES: dict[tuple[str, str], object] = {
 
 def is_torch_file(path: Path) -> bool:
     """Return whether a file begins like a file of torch.save (or like another pickle of protocol 2)."""
-    with open(path, "rb") as file:
+    with opened(path) as file:
         head = file.read(4)
     return head[:2] == b"\x80\x02" or head == b"PK\x03\x04"
 
@@ -145,7 +148,7 @@ def read_torch_file(path: Path) -> object:
         size = path.stat().st_size
         if size == 0:
             raise UserError(f"{path}: empty; expected a checkpoint")
-        with open(path, "rb") as file:
+        with opened(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
         if not is_zip:
             return _resolved(_read_stream(path, size))
@@ -283,6 +286,8 @@ def _read_storages(
 ) -> None:
     """Read the storages at the end of a stream into memory aligned to the size of the elements."""
     for key in keys:
+        if not isinstance(key, (str, int)):
+            raise UnsafePickle("a storage has no name")
         storage = storages.get(str(key))
         if storage is None:
             raise UnsafePickle(f"a storage {key} that nothing refers to")

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import io
-import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
-from txl.errors import UserError
-from txl.files import read_json
+from tokenizers import models
+
+from txl.data.vocabulary import (
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    byte_level,
+    byte_symbols,
+)
+from txl.errors import UserError, brief, cause
+from txl.files import JsonObject, opened, read_json
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 
@@ -17,31 +26,44 @@ _ENDS = ("<eos>", "<S>", "</s>")
 _UNKNOWNS = ("<unk>", "<UNK>", "<unknown>")
 
 
-def read_vocabulary(path: Path) -> Vocabulary:
-    """Read a vocabulary file: JSON, a pickle of an earlier implementation, or text with one symbol per line."""
+def read_beside(folder: Path, names: Sequence[str], added: Mapping[int, str] | None = None) -> Vocabulary | None:
+    """Read the first of some vocabulary files that a directory holds; None if it holds none."""
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    return None if found is None else read_vocabulary(found, added)
+
+
+def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocabulary:
+    """Read a vocabulary file: JSON, a pickle of an earlier implementation, or text with one symbol per line.
+
+    Args:
+        path: the file.
+        added: further symbols by id, used as far as their ids follow those of the file's symbols without a gap.
+    """
     try:
-        head = path.read_bytes()[:64]
+        with opened(path) as file:
+            content = file.read()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; expected a vocabulary") from None
+    head = content[:64]
     if head.lstrip().startswith(b"{"):
         return _from_json(path)
     if head[:4] == b"PK\x03\x04" or head[:2] == b"\x80\x02":
-        return vocabulary_from(read_torch_file(path), str(path))
+        return vocabulary_from(read_torch_file(path), str(path), added)
     if head[:1] in (b"\x80", b"(", b"c"):
         try:
-            value = SafeUnpickler(io.BytesIO(path.read_bytes())).load()
+            value = SafeUnpickler(io.BytesIO(content)).load()
         except UnsafePickle as error:
             if head[:1] == b"\x80":
                 raise UserError(f"{path}: refused: {error}") from None
         else:
-            return vocabulary_from(value, str(path))
+            return vocabulary_from(value, str(path), added)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; expected one symbol a line, or a pickle") from None
     # The symbol is the first word of a line, as in the authors' `_build_from_file`.
     symbols = [line.split()[0] if line.split() else line for line in text.split("\n")]
-    return vocabulary_of([symbol for symbol in symbols if symbol], str(path))
+    return vocabulary_of(_with_added([symbol for symbol in symbols if symbol], added), str(path))
 
 
 def _from_json(path: Path) -> Vocabulary:
@@ -55,19 +77,47 @@ def _from_json(path: Path) -> Vocabulary:
     raise UserError(f"{path}: JSON, but no vocabulary; expected this project's, or symbols with their numbers")
 
 
-def vocabulary_from(value: object, where: str) -> Vocabulary:
-    """Return the vocabulary in a pickled object: a Vocab, its attributes, a corpus with a Vocab, or symbols."""
+def _with_added(symbols: list[object], added: Mapping[int, str] | None) -> list[object]:
+    symbols = list(symbols)
+    while added and len(symbols) in added:
+        symbols.append(added[len(symbols)])
+    return symbols
+
+
+def vocabulary_from(value: object, where: str, added: Mapping[int, str] | None = None) -> Vocabulary:
+    """Return the vocabulary in a pickled object: a Vocab, its attributes, a corpus with a Vocab, or symbols.
+
+    A Vocab is one of words, or NVIDIA's with a GPT2Tokenizer. `added` is as in `read_vocabulary`.
+    """
     for _ in range(4):
         attributes = value.__dict__ if isinstance(value, StandIn) else value
         if isinstance(attributes, list):
-            return vocabulary_of(attributes, where)
+            return vocabulary_of(_with_added(attributes, added), where)
         if not isinstance(attributes, dict):
             break
         if isinstance(attributes.get("idx2sym"), list):
             lower, delimiter = attributes.get("lower_case") is True, attributes.get("delimiter")
-            return vocabulary_of(attributes["idx2sym"], where, lower=lower, delimiter=delimiter)
-        value = attributes.get("vocab")
+            symbols = _with_added(attributes["idx2sym"], added)
+            return vocabulary_of(symbols, where, lower=lower, delimiter=delimiter)
+        if "bpe_ranks" in attributes:
+            return _bpe(attributes, where)
+        value = attributes.get("vocab", attributes.get("tokenizer"))
     raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
+
+
+def _bpe(attributes: JsonObject, where: str) -> BpeVocabulary:
+    """Return the vocabulary of a GPT2Tokenizer, from its tokens with their ids and its merges with their ranks.
+
+    Its special tokens keep their ids, but their names in a text are read like any other text.
+    """
+    ranks = attributes["bpe_ranks"]
+    try:
+        tokens = attributes["encoder"] | (attributes.get("added_tokens_encoder") or {})
+        if not tokens.keys() >= set(byte_symbols()):
+            raise UserError("it lacks a byte")
+        return BpeVocabulary(byte_level(models.BPE(tokens, sorted(ranks, key=ranks.__getitem__))))
+    except Exception as error:  # the tokenizers library raises plain Exceptions
+        raise UserError(f"{where}: its tokens and merges are not those of byte-level BPE{cause(error)}") from None
 
 
 def vocabulary_of(
@@ -86,7 +136,7 @@ def vocabulary_of(
         raise UserError(f"{where}: expected symbols, one or more, in the order of their ids")
     if delimiter is not None and not (isinstance(delimiter, str) and delimiter in ("", " ")):
         raise UserError(
-            f"{where}: its delimiter is {reprlib.repr(delimiter)}; only words between white space, and characters, are "
+            f"{where}: its delimiter is {brief(delimiter)}; only words between white space, and characters, are "
             f"read: leave the vocabulary out and use token ids"
         )
     end = next((symbol for symbol in _ENDS if symbol in words), None)
