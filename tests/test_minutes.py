@@ -8,10 +8,12 @@ import math
 import random
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from txl.benchmarking import minutes as measuring
 from txl.config import RunConfig, TransformerXLConfig, validate
 from txl.data.facts import TextFacts, text_facts
 from txl.errors import UserError
@@ -49,7 +51,7 @@ def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> TokenizedText:
 
 def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> ChosenRun:
     base = base_run(minutes, bfloat16=True)
-    base.data = data_for(TextFacts(size, size // 3, 90), 60 * minutes)
+    base.data = data_for(TextFacts(size, size // 3, 90), 60 * minutes, lambda _: size / 2e6)
     options = {name.replace("__", "."): value for name, value in given.items()}
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
 
@@ -132,11 +134,49 @@ def test_a_text_that_repeats_counts_as_a_shorter_one():
 
 def test_text_that_takes_long_to_cut_into_byte_pairs_is_read_in_bytes():
     facts = TextFacts(100_000_000, 30_000_000, 90)
-    assert data_for(facts, 120).unit == "byte"
-    sizes = {size: data_for(TextFacts(size, size // 3, 90), 600).vocab_size for size in (400_000, 1_000_000, 3_000_000)}
-    assert sizes == {400_000: 1024, 1_000_000: 2048, 3_000_000: 4096}
-    assert data_for(facts, 3600).unit == "bpe"
-    assert data_for(TextFacts(1000, 300, 0), 3600).unit == "byte", "what is not text is read in bytes"
+    estimated: list[int] = []
+
+    def fifty_seconds(vocab_size: int) -> float:
+        estimated.append(vocab_size)
+        return 50.0
+
+    assert [data_for(facts, seconds, fifty_seconds).unit for seconds in (120, 199, 201)] == ["byte", "byte", "bpe"]
+    assert estimated == [4096] * 3
+    sizes = {
+        size: data_for(TextFacts(size, size // 3, 90), 600, fifty_seconds) for size in (400_000, 1_000_000, 3_000_000)
+    }
+    assert {size: (data.unit, data.vocab_size) for size, data in sizes.items()} == {
+        400_000: ("bpe", 1024), 1_000_000: ("bpe", 2048), 3_000_000: ("bpe", 4096)
+    }  # fmt: skip
+    assert data_for(facts, 36_000, fifty_seconds).unit == "bpe"
+    assert data_for(TextFacts(1000, 300, 0), 36_000, fifty_seconds).unit == "byte", "what is not text is read in bytes"
+    assert len(estimated) == 3, "no sample is timed if any text of the size would be in time"
+
+
+def test_the_time_of_byte_pairs_is_extrapolated_from_two_samples(monkeypatch: pytest.MonkeyPatch):
+    """Here learning takes 1 s, and 2 s per megabyte of at most 100; encoding takes 3 s per megabyte."""
+    now = [0.0]
+
+    class Vocabulary:
+        @staticmethod
+        def train(chunks: list[str], vocab_size: int) -> Vocabulary:
+            assert vocab_size == 999
+            now[0] += 1 + 2e-6 * len("".join(chunks).encode())
+            return Vocabulary()
+
+        def encode_block(self, text: str) -> None:
+            now[0] += 3e-6 * len(text.encode())
+
+    monkeypatch.setattr(measuring, "BpeVocabulary", Vocabulary)
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    sample = "añb" * 100_000
+    for megabytes, seconds in ((0.4, 1 + 0.8 + 1.2), (8, 1 + 16 + 24), (1000, 1 + 200 + 3000)):
+        facts = TextFacts(round(megabytes * 1e6), 1000, 3, sample)
+        assert measuring.measured_bpe(facts, 999) == pytest.approx(seconds, rel=1e-6)
+
+
+def test_the_time_of_byte_pairs_is_that_of_the_library():
+    assert 0 < measuring.measured_bpe(TextFacts(10**6, 10**5, 3, "abc " * 20_000), 300) < 600
 
 
 def test_given_options_are_kept():
@@ -163,7 +203,7 @@ def test_a_given_width_does_not_end_the_search_for_layers(given: dict[str, str])
 
 def test_byte_pairs_that_the_user_asked_for_get_the_rules_vocabulary():
     facts = TextFacts(2_000_000_000, 600_000_000, 90)
-    data = data_for(facts, 120)
+    data = data_for(facts, 120, lambda _: 1e9)
     assert (data.unit, data.vocab_size) == ("byte", 4096)
 
 
@@ -237,6 +277,10 @@ def test_facts_of_a_text(tmp_path: Path):
     assert once.bytes == pytest.approx(0.9 * len(text.encode()), abs=4)
     assert often.compressed_bytes < 1.2 * once.compressed_bytes, "repetition is found far behind"
     assert [binary.is_text, once.is_text] == [False, True]
+    assert text.startswith(once.sample)
+    assert len(once.sample.encode()) == once.bytes
+    assert (len(often.sample.encode()), binary.sample) == (pytest.approx(1 << 19, rel=0.01), "")
+    assert often.sample[-1000:] in text
     (tmp_path / "cut").mkdir()
     for name, content in (
         ("train", text.encode()[: text.encode().index("ñ".encode()) + 1]),

@@ -20,6 +20,7 @@ from txl.cli import main
 from txl.config import RunConfig, with_options
 from txl.data.facts import TextFacts
 from txl.errors import UserError
+from txl.presets import minutes as rule
 from txl.presets.minutes import (
     AIM,
     FEWEST_STEPS,
@@ -96,6 +97,19 @@ def test_a_run_that_begins_with_it_does_not_keep_its_plan(train: Train, tmp_path
     words = ["train", str(first), "--init-from", str(first), "--out", str(second), "--train.steps", "2"]
     assert main([*words, "--device", "cpu", "--data-dir", str(tmp_path / "data")]) == 0
     assert RunDirectory(second).config().train.planned_minutes is None
+
+
+def test_a_text_whose_byte_pairs_would_take_too_long_is_read_in_bytes(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    asked: list[int] = []
+    monkeypatch.setattr(rule, "SURELY_PREPARED", 1.0)
+    monkeypatch.setattr(measuring, "measured_bpe", lambda facts, vocab_size: asked.append(vocab_size) or 16.0)
+    assert train("--minutes", "1", "--dry-run") == 0
+    assert ": bytes (BPE would take too long to prepare), prepared in" in capsys.readouterr().err
+    assert train("--minutes", "2", "--data.vocab-size", "300", "--dry-run") == 0
+    assert ": a BPE vocabulary of " in capsys.readouterr().err
+    assert asked == [1024, 300]
 
 
 def test_the_same_command_goes_on_without_choosing_again(

@@ -5,6 +5,7 @@ import errno
 import gzip
 import lzma
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from txl.data import prepare as prepare_module
 from txl.data.sources import BLOCK
 from txl.data.standard_library import stdlib_pieces
 from txl.data.user_text import user_pieces
-from txl.data.vocabulary import CharVocabulary, WordVocabulary
+from txl.data.vocabulary import BpeVocabulary, CharVocabulary, WordVocabulary
 from txl.errors import UserError
 
 
@@ -440,6 +441,26 @@ def test_progress_is_a_line_where_there_is_no_terminal_and_nothing_if_quiet(stor
     txl.open_corpus(str(story), data_dir=tmp_path / "loud")
     assert capsys.readouterr().err == f"preparing {story} in byte tokens\n"
     txl.open_corpus(str(story), data_dir=tmp_path / "quiet", quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_preparation_that_takes_long_goes_on_telling(story, tmp_path, capsys, monkeypatch):
+    """This holds while the BPE library learns and reports nothing."""
+    real = BpeVocabulary.train
+
+    def slow(texts, *given, **more):
+        learned = real(texts, *given, **more)
+        time.sleep(0.5)
+        return learned
+
+    monkeypatch.setattr("txl.data.progress._LINE_EVERY", 0.1)
+    monkeypatch.setattr(BpeVocabulary, "train", slow)
+    config = DataConfig(vocab_size=300)
+    txl.open_corpus(str(story), "bpe", config=config, data_dir=tmp_path / "loud")
+    told = capsys.readouterr().err.splitlines()[1:]
+    assert len(told) > 2
+    assert re.fullmatch(r"preparing .*story.txt: learning BPE tokens, \d s so far", told[1])
+    txl.open_corpus(str(story), "bpe", config=config, data_dir=tmp_path / "quiet", quiet=True)
     assert capsys.readouterr() == ("", "")
 
 

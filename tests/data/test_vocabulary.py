@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from txl.data import vocabulary as module
 from txl.data.counting import word_vocabulary
 from txl.data.located import located_tokens
 from txl.data.sources import Piece
@@ -62,6 +65,37 @@ def test_bytes_that_are_no_character_are_replaced_not_lost():
     assert decoder.push(ord("a")) == "\N{REPLACEMENT CHARACTER}a"
     assert decoder.push(0xE2) == ""
     assert decoder.flush() == "\N{REPLACEMENT CHARACTER}"
+
+
+def _kind(character: str) -> str:
+    """Return the class of a character by which the BPE library cuts a text into pieces."""
+    if character.isdecimal():
+        return "digit"
+    return "letter" if character.isalnum() else "space" if character.isspace() else "mark"
+
+
+@given(text=st.text(alphabet="aZé中1٣_!+́ \n\t", max_size=90))
+def test_merges_are_learned_in_pieces_of_which_only_long_ones_are_cut(text):
+    with mock.patch.object(module, "BPE_LONGEST", 8):
+        parts = module._without_long_pieces(text)
+    assert "".join(parts) == text
+    cuts = set(accumulate(map(len, parts[:-1])))
+    end = 0
+    for _, run in groupby(text, _kind):
+        begin, end = end, end + len(list(run))
+        inside = [begin, *(cut for cut in sorted(cuts) if begin < cut < end), end]
+        assert len(inside) == 2 or end - begin > 8
+        assert all(after - before <= 8 for before, after in pairwise(inside))
+        cuts -= set(inside)
+    assert not cuts
+
+
+def test_the_bound_of_pieces_serves_learning_alone():
+    text = "ab" * 5000
+    vocabulary = BpeVocabulary.train([text], 300)
+    assert max(map(len, vocabulary.pieces)) == module.BPE_LONGEST
+    assert vocabulary.encode("x" + text).tolist() == [*vocabulary.encode("x"), *vocabulary.encode(text)]
+    assert vocabulary.encode_block("x" + text).tolist() == vocabulary.encode("x" + text).tolist()
 
 
 def test_bpe_merges_what_is_frequent():

@@ -17,8 +17,10 @@ import torch
 from txl.benchmarking.workloads import seconds_of, training_workload
 from txl.config import RunConfig, validate, with_options
 from txl.data.corpora import Corpus, open_corpus, refuse_unused, with_absolute_paths
-from txl.data.facts import text_facts
+from txl.data.counting import BPE_TRAINING_BYTES
+from txl.data.facts import TextFacts, text_facts
 from txl.data.streams import LaneStream
+from txl.data.vocabulary import BpeVocabulary
 from txl.errors import UserError
 from txl.presets.minutes import (
     AIM,
@@ -46,6 +48,8 @@ _TIMED_SECONDS, _TIMED_SECONDS_ON_GPU, _TIMED_STEPS = 1.0, 0.2, 3
 """Least time in seconds, and least number of steps, for which each configuration is timed. On an H200, the choice among
 13 configurations took 42 s with a second for each."""
 
+_SAMPLE_CHUNK = 1 << 14
+"""Characters passed to the BPE library at once while a sample is timed; its threads share them."""
 _LONG_STEP_SHARE = 0.005
 """Share of the minutes; a configuration whose first step takes longer is timed by that step alone."""
 _MOST_MEMORY = 0.6
@@ -92,7 +96,11 @@ def run_in_minutes(
             f"{data.corpus} has {facts.bytes:,} bytes to train on; --minutes expects {SMALLEST:,} or more, else "
             f"choose a preset (txl presets)"
         )
-    base.data = replace(data_for(facts, 60 * minutes), corpus=data.corpus)
+
+    def bpe_seconds(vocab_size: int) -> float:
+        return 0.0 if "data.unit" in given else measured_bpe(facts, int(given.get("data.vocab_size", vocab_size)))
+
+    base.data = replace(data_for(facts, 60 * minutes, bpe_seconds), corpus=data.corpus)
     refuse_unused(with_options(base, given).data, given)
     looked = time.perf_counter()
     corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
@@ -116,6 +124,24 @@ def run_in_minutes(
     choice = replace(planned(choice.run, text, seconds, choice.speed, given), tried=choice.tried)
     check_steps(choice, seconds)
     return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, given))
+
+
+def measured_bpe(facts: TextFacts, vocab_size: int) -> float:
+    """Estimate the seconds of learning a BPE vocabulary and encoding a text, from two samples of different length."""
+
+    def learn(chunks: list[str]) -> tuple[BpeVocabulary, float]:
+        began = time.perf_counter()
+        return BpeVocabulary.train(chunks, vocab_size), time.perf_counter() - began
+
+    places = range(0, len(facts.sample), _SAMPLE_CHUNK)
+    chunks = [facts.sample[place : place + _SAMPLE_CHUNK] for place in places]
+    few, size = chunks[: max(1, len(chunks) // 4)], len(facts.sample.encode())
+    (_, short), (vocabulary, long) = learn(few), learn(chunks)
+    per_byte = max(0.0, long - short) / max(1, size - len("".join(few).encode()))
+    began = time.perf_counter()
+    vocabulary.encode_block(facts.sample)
+    encoding = (time.perf_counter() - began) / size * facts.bytes
+    return long + per_byte * max(0, min(facts.bytes, BPE_TRAINING_BYTES) - size) + encoding
 
 
 def _check_options(base: RunConfig, given: dict[str, str], device: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zstandard
 
@@ -15,6 +16,8 @@ from txl.data.user_text import user_pieces
 
 _LOOKED_AT = 64
 """Number of one-megabyte blocks read from the beginning; the rest of a longer text is assumed to be similar."""
+_SAMPLE = 1 << 19
+"""Bytes of the text in `TextFacts.sample`."""
 _FAR = 27
 """Base-2 logarithm of the largest distance, in bytes, over which repetition is found."""
 
@@ -28,6 +31,8 @@ class TextFacts:
     """Estimated size after compression by zstandard, which finds repetition at any earlier place within 128 MiB."""
     characters: int
     """Number of different characters; 0 if the text is not UTF-8 or holds NUL bytes."""
+    sample: str = field(default="", repr=False)
+    """Parts of the text, from all of it that was looked at; the whole text if it is short."""
 
     @property
     def is_text(self) -> bool:
@@ -51,6 +56,7 @@ def text_facts(corpus: str) -> TextFacts:
     is_text = True
     looked_at = compressed = 0
     characters: set[str] = set()
+    share, sample = _SAMPLE / max(_SAMPLE, min(size, _LOOKED_AT * BLOCK)), []
     for decoder, block, ends in _first_blocks(pieces):
         looked_at += len(block)
         compressed += len(compressor.compress(block))
@@ -59,12 +65,14 @@ def text_facts(corpus: str) -> TextFacts:
         except UnicodeDecodeError:
             is_text, text = False, ""
         characters.update(text)
+        sample.append(text[: math.ceil(share * len(text))])
     compressed += len(compressor.flush())
     is_text = is_text and "\0" not in characters
     return TextFacts(
         size,
         round(compressed * size / max(1, looked_at)),
         len(characters) if is_text else 0,
+        "".join(sample),
     )
 
 

@@ -335,8 +335,9 @@ def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) ->
 
     def told() -> Iterator[tuple[str, int]]:
         for text, done in reader.texts():
-            progress("learning BPE tokens", done, reader.size)
+            progress("reading for BPE tokens", done, reader.size)
             yield text, done
+        progress("learning BPE tokens", 0, None)
 
     return bpe_vocabulary(counted, recipe.vocab_size, told(), recipe.normalise)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+_LINE_EVERY = 10.0
+"""Seconds between two lines about a preparation that takes long."""
 
 
 def say(message: str, quiet: bool) -> None:
@@ -18,12 +23,12 @@ def say(message: str, quiet: bool) -> None:
 
 @contextmanager
 def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show the progress of preparing a corpus: a bar on a terminal, else one line; nothing if quiet.
+    """Show the progress of preparing a corpus: a bar on a terminal, else a line every few seconds; nothing if quiet.
 
     Yields:
         The function that `prepare` calls with its progress (`StageProgress`).
     """
-    console = Console(stderr=True)
+    console, began = Console(stderr=True), time.monotonic()
     if not console.is_terminal:
         say(f"preparing {name} in {unit} tokens", quiet)
     name = name if len(name) <= 40 else f"...{name[-37:]}"
@@ -31,14 +36,39 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
         task = bar.add_task("preparing", total=None, name=name, doing="reading")
         stage = ""
 
+        def line() -> str:
+            done = bar.tasks[0]
+            share = f", {done.percentage:.0f}%" if done.total else ""
+            return f"preparing {name}: {done.fields['doing']}{share}, {time.monotonic() - began:.0f} s so far"
+
         def progress(doing: str, done: int, total: int | None) -> None:
             nonlocal stage
             if doing != stage:
                 bar.reset(task, total=total, name=name, doing=doing)  # reset removes fields that are not passed
+                bar.tasks[0].total = total  # reset takes None for no change
                 stage = doing
             bar.update(task, advance=done)
 
-        yield progress
+        with nullcontext() if quiet or console.is_terminal else _repeated(line):
+            yield progress
+
+
+@contextmanager
+def _repeated(line: Callable[[], str]) -> Iterator[None]:
+    """Print a line again and again, also while a library works and reports nothing."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_LINE_EVERY):
+            say(line(), quiet=False)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 class DownloadBar:

@@ -11,6 +11,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, get_args
 
@@ -29,6 +30,13 @@ BPE_CHUNK = 1 << 16
 _FORMATS = (1, 2, 3)
 """Formats that can be read. Format 2 adds `normalise` and `rule`, format 3 `lower`, `unk_id`, and words without `<eos>`
 or `<unk>`: earlier readers would ignore or refuse them."""
+BPE_LONGEST = 1 << 10
+"""Characters of a piece of text (a word, a number ...) in which BPE merges are learned; longer pieces are cut. The time
+that the library takes grows with the square of this length. For DNA, protein and Chinese without marks, 4,096 tokens
+learned in pieces of 256, 1,024 and 4,096 characters give the same number of tokens and entropy within 0.2%; learning
+takes 1, 1.2 and 2 to 3.7 times as long."""
+_RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
+"""Piece of text as the BPE library cuts it, apart from a space before it."""
 
 
 class Vocabulary(ABC):
@@ -436,7 +444,7 @@ class BpeVocabulary(Vocabulary):
             show_progress=False,
             special_tokens=[],
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator(map(_without_long_pieces, texts), trainer)
         return BpeVocabulary(tokenizer, normalise=normalise)
 
     def __len__(self) -> int:
@@ -523,6 +531,18 @@ def named(symbols: Iterable[str]) -> str:
     listed = list(symbols)
     shown = [f"{each!r} (U+{ord(each):04X})" if len(each) == 1 else each for each in listed[:8]]
     return ", ".join(shown) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
+
+
+def _without_long_pieces(text: str) -> list[str]:
+    """Cut a text within its pieces of more than `BPE_LONGEST` characters, and nowhere else."""
+    bounds = [0]
+    for place in range(BPE_LONGEST, len(text), BPE_LONGEST):  # a longer piece spans one of these places
+        if _RUN.fullmatch(text, place - 1, place + 1):
+            after = _RUN.match(text, place, place + BPE_LONGEST)
+            before = _RUN.match(text[place - BPE_LONGEST : place][::-1])
+            if after is not None and before is not None and len(after[0]) + len(before[0]) > BPE_LONGEST:
+                bounds.append(place)
+    return [text[start:end] for start, end in pairwise([*bounds, len(text)])]
 
 
 def normalised(text: str) -> str:

@@ -55,8 +55,9 @@ A rate of 8e-3 gave a loss 2.4% lower after 400 steps, and 2.8% higher after 1,2
 2,400 steps, rates from 2.8e-3 to 5.6e-3 give losses within 0.5%; the rule gives 3.2e-3 (decisions, 2026-11-27)."""
 ORDINARY = 3.0
 """Compression factor of ordinary text; a text with a larger factor repeats itself and counts as a shorter text."""
-PREPARED_PER_SECOND = 2e6
-"""Bytes of text that are cut into BPE tokens per second; two cores of an AMD EPYC cut 2.6 million."""
+SURELY_PREPARED = 1e5
+"""Bytes per second at which any text is prepared in BPE tokens; only if this would take too long, a sample is timed.
+The slowest text measured, Chinese without spaces and marks, reached 200,000 on one busy core, English 430,000."""
 VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
 """Size of the training text in bytes, and the size of the BPE vocabulary for smaller texts. With 4,096 instead of
 2,048, texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits per byte after 2 minutes of one thread, and 0.7% and 1.0%
@@ -145,13 +146,18 @@ def is_run_name(name: str) -> bool:
     return name.endswith(_NAME_END)
 
 
-def data_for(text: TextFacts, seconds: float) -> DataConfig:
+def data_for(text: TextFacts, seconds: float, bpe_seconds: Callable[[int], float]) -> DataConfig:
     """Return the unit for a text, and the size of a BPE vocabulary, for the case that the user asks for one.
 
-    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes too long to prepare.
+    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes more than a quarter of the time to prepare.
+
+    Args:
+        text: facts about the text.
+        seconds: all of the time.
+        bpe_seconds: function that estimates the time of preparing a BPE vocabulary of a size and its tokens.
     """
-    reads_bytes = not text.is_text or text.bytes / PREPARED_PER_SECOND > seconds / 4
-    vocab_size = next(size for most, size in VOCABULARIES if text.bytes < most)
+    vocab_size, most = next(size for least, size in VOCABULARIES if text.bytes < least), seconds / 4
+    reads_bytes = not text.is_text or (text.bytes / SURELY_PREPARED > most and bpe_seconds(vocab_size) > most)
     return DataConfig(unit="byte" if reads_bytes else "bpe", vocab_size=vocab_size)
 
 
