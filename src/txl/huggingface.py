@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 from transformers import (  # pyright: ignore[reportMissingImports]
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.modeling_outputs import (  # pyright: ignore[reportMissingImports]
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+)
 
 from txl.config import TransformerXLConfig as ModelFields
 from txl.config.transformer_xl import HUGGINGFACE_TYPE as MODEL_TYPE
@@ -30,23 +34,32 @@ from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 
 _FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
+_NEEDLESS = ("position_ids", "cache_position", "token_type_ids")
+"""Arguments from transformers that have no effect: positions are relative, and there is one type of token."""
+_LACKING = {
+    "output_attentions": "attention weights are not returned; txl attention prints them for a run",
+    "inputs_embeds": "embeddings cannot be given, because an embedding and its softmax share clusters; give input_ids",
+}
 
 
 class TransformerXLConfig(PreTrainedConfig):
     """Fields of `txl.config.TransformerXLConfig`, under the same names, and the size of the vocabulary.
 
-    `mem_len`, `window` and `clamp_len` are the run's test settings.
+    `mem_len`, `window` and `clamp_len` are the run's test settings. `line_end_id` is the token that the model reads for
+    the tokenizer's `<|endoftext|>`, whose id is `vocab_size` + 1; None: the tokenizer has no such token.
     """
 
     model_type = MODEL_TYPE
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 (transformers adds a list to it)
     attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}  # noqa: RUF012
 
-    def __init__(self, vocab_size: int = 256, **values: Any):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int = 256, line_end_id: int | None = None, **values: Any):
+        self.vocab_size, self.line_end_id = vocab_size, line_end_id
         for item in _FIELDS:
             setattr(self, item.name, values.pop(item.name, item.default))  # none of the defaults is mutable
         values.setdefault("tie_word_embeddings", False)  # the model ties its weights by itself
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, None)
         super().__init__(**values)
 
     def to_model_config(self) -> ModelFields:
@@ -96,7 +109,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: TransformerXLCache | None = None,
         labels: Tensor | None = None,
@@ -104,7 +117,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int = 0,
         return_dict: bool | None = None,
         num_items_in_batch: int | Tensor | None = None,
-        **unused: Any,
+        output_hidden_states: bool | None = None,
+        **needless: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Read one segment.
 
@@ -121,39 +135,28 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             return_dict: False to return a tuple.
             num_items_in_batch: divisor of the summed losses, for a batch in several parts (set by transformers'
                 Trainer). None: the number of labels that count.
-            unused: arguments that this model does not use (position ids, for example).
+            output_hidden_states: True to return the embeddings and the output of each layer, [B,T,E] each.
+            needless: arguments that have no effect (`_NEEDLESS`).
 
         Returns:
-            loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values.
+            loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values, hidden_states.
 
         Raises:
             ValueError: for a mask with gaps, padding after the tokens in memory, padding before text in a
-                first segment where the mask has ones, or labels that are not tokens or have another shape.
+                first segment where the mask has ones, labels that are not tokens or have another shape, or arguments
+                that ask for what the model lacks.
+            TypeError: for unknown arguments.
         """
-        n_seen = 0 if past_key_values is None else past_key_values.n_seen
-        is_padding = input_ids == self.config.vocab_size  # the tokenizer's padding
-        if attention_mask is None and n_seen == 0:
-            attention_mask = ~is_padding
-        text = _text_in_mask(attention_mask, input_ids, n_seen)
-        if n_seen == 0 and attention_mask is not None:
-            has_text_after = (~is_padding).flip(1).cumsum(1).flip(1) > 0
-            if bool((is_padding & attention_mask.bool() & has_text_after).any()):
-                raise ValueError("input_ids has padding before text where attention_mask has ones; it cannot be read")
-        state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
-        # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it, not
-        # even if the mask has ones for it: `generate` fills lanes with padding after their text has ended.
-        input_ids = input_ids.masked_fill(is_padding, 0)
-        if text is None:
-            hidden, state = self.model.hidden_states(input_ids, state)
-        else:
-            hidden, state = self._read_padded(input_ids, *text, state)
+        hidden, layers, cache, text = self._read(
+            input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, needless
+        )
         keep = hidden if logits_to_keep == 0 or labels is not None else hidden[:, -logits_to_keep:]
         logits = self.model.log_probs_of(keep)
         loss = None
         if labels is not None:
-            if labels.shape != input_ids.shape:
-                raise ValueError(f"labels have shape {list(labels.shape)}; expected {list(input_ids.shape)}")
-            targets = labels[:, 1:]
+            if labels.shape != hidden.shape[:2]:
+                raise ValueError(f"labels have shape {list(labels.shape)}; expected {list(hidden.shape[:2])}")
+            targets = self._with_line_ends(labels[:, 1:])
             counts = (targets != -100) & (targets != self.config.vocab_size)
             if text is not None:  # padding predicts nothing
                 first, length = text
@@ -162,10 +165,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             _check_labels(targets[counts], self.config.vocab_size)
             nll = -logits[:, :-1].gather(-1, targets.masked_fill(~counts, 0)[..., None]).squeeze(-1)
             loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
-        cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
-        if return_dict is False:
-            return tuple(each for each in (loss, logits, cache) if each is not None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+        found = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=layers)
+        return found.to_tuple() if return_dict is False else found
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the embedding, int64 [B,T] -> [B,T,E]; an adaptive embedding has several tables."""
@@ -186,22 +187,80 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             for name, source in export.flat_modules(__name__).items():
                 (Path(save_directory) / name).write_text(source, encoding="utf-8")
 
-    def _read_padded(self, input_ids: Tensor, first: Tensor, length: Tensor, state: Memory) -> tuple[Tensor, Memory]:
-        """Read a padded first segment: each lane has `length` [B] tokens of text, beginning at position `first` [B].
+    def _read(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: TransformerXLCache | None,
+        use_cache: bool | None,
+        output_hidden_states: bool | None,
+        needless: dict[str, Any],
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None, TransformerXLCache | None, tuple[Tensor, Tensor] | None]:
+        """Return final hidden states, those of all layers if wanted, the cache, and the text's place (`_text_in_mask`).
 
-        The text of every lane is moved to the left, so that causality hides the padding behind the text. Then the
-        hidden states are moved back, and the states that memory keeps are moved to the right, so that the texts of all
-        lanes end at the same position.
+        `TransformerXLForCausalLM.forward` describes arguments and errors.
+        """
+        for name, value in {"output_attentions": self.config.output_attentions, **needless}.items():
+            if name not in (*_NEEDLESS, *_LACKING):
+                raise TypeError(f"unknown argument {name!r}")
+            if name in _LACKING and value is not None and value is not False:
+                raise ValueError(f"{name}: {_LACKING[name]}")
+        if input_ids is None:
+            raise ValueError("input_ids is missing")
+        n_seen = 0 if past_key_values is None else past_key_values.n_seen
+        is_padding = input_ids == self.config.vocab_size  # the tokenizer's padding
+        if attention_mask is None and n_seen == 0:
+            attention_mask = ~is_padding
+        text = _text_in_mask(attention_mask, input_ids, n_seen)
+        if n_seen == 0 and attention_mask is not None:
+            has_text_after = (~is_padding).flip(1).cumsum(1).flip(1) > 0
+            if bool((is_padding & attention_mask.bool() & has_text_after).any()):
+                raise ValueError("input_ids has padding before text where attention_mask has ones; it cannot be read")
+        state = self.model.init_state(input_ids.shape[0]) if past_key_values is None else past_key_values.state
+        # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it, not
+        # even if the mask has ones for it: `generate` fills lanes with padding after their text has ended.
+        input_ids = self._with_line_ends(input_ids.masked_fill(is_padding, 0))
+        layers, wanted = (
+            None,
+            self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+        )
+        if text is None and not wanted:
+            hidden, state = self.model.hidden_states(input_ids, state)
+        else:
+            layers, state = self._read_in_view(input_ids, text, state)
+            hidden = layers[-1]
+        cache = None if use_cache is False else TransformerXLCache(state, n_seen + input_ids.shape[1])
+        return hidden, layers if wanted else None, cache, text
+
+    def _with_line_ends(self, ids: Tensor) -> Tensor:
+        """Return token ids [B,T] with the line end of the vocabulary in the place of `<|endoftext|>`."""
+        line_end = self.config.line_end_id
+        return ids if line_end is None else ids.masked_fill(ids == self.config.vocab_size + 1, line_end)
+
+    def _read_in_view(
+        self, input_ids: Tensor, text: tuple[Tensor, Tensor] | None, state: Memory
+    ) -> tuple[tuple[Tensor, ...], Memory]:
+        """Read a segment, and return the states [B,T,E] that entered each layer and that left the last, and memory.
+
+        In a padded first segment, `text` has the first position and the length [B] of each lane's text. The text of
+        every lane is moved to the left, so that causality hides the padding behind the text. Then the hidden states are
+        moved back, and the states that memory keeps are moved to the right, so that the texts of all lanes end at the
+        same position.
         """
         lengths, n_token = state.lengths, input_ids.shape[1]
-        place = torch.arange(n_token, device=input_ids.device)
-        moved = input_ids.gather(1, (place + first[:, None]).clamp(max=n_token - 1))
-        hidden, state = self.model.hidden_states(moved, _Everything.of(state, n_token))
-        hidden = _moved_right(hidden, first)
-        filled = tuple(length.tolist())
-        ends_together = tuple(_moved_right(each, n_token - length) for each in state.hidden)
-        memory = Memory(ends_together, filled, dataclasses.replace(lengths, mem_len=n_token))
-        return hidden, memory.with_mem_len(lengths.mem_len)
+        if text is not None:
+            place = torch.arange(n_token, device=input_ids.device)
+            input_ids = input_ids.gather(1, (place + text[0][:, None]).clamp(max=n_token - 1))
+        hidden, after = self.model.hidden_states(input_ids, _Everything.of(state, n_token))
+        layers = (*(each[:, -n_token:] for each in after.hidden), hidden)
+        after = after.detach()
+        memory = Memory(after.hidden, after.filled, after.lengths, after.projections)
+        if text is not None:
+            first, length = text
+            layers = tuple(_moved_right(each, first) for each in layers)
+            ends_together = tuple(_moved_right(each, n_token - length) for each in after.hidden)
+            memory = Memory(ends_together, tuple(length.tolist()), after.lengths)
+        return layers, memory.with_mem_len(lengths.mem_len)
 
     def prepare_inputs_for_generation(
         self,
@@ -216,18 +275,40 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             "input_ids": input_ids[:, n_seen:],
             "past_key_values": past_key_values,
             "attention_mask": attention_mask,
-            "use_cache": settings.get("use_cache"),
             "logits_to_keep": 1,
+            **{name: settings.get(name) for name in ("use_cache", "output_hidden_states", "output_attentions")},
         }
 
 
+class TransformerXLModel(TransformerXLForCausalLM):
+    """Transformer-XL that returns hidden states instead of probabilities (`AutoModel`)."""
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TransformerXLCache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **needless: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Return last_hidden_state [B,T,E], past_key_values, hidden_states; see `TransformerXLForCausalLM.forward`."""
+        hidden, layers, cache, _ = self._read(
+            input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, needless
+        )
+        found = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=layers)
+        return found.to_tuple() if return_dict is False else found
+
+
 class _Everything(Memory):
-    """Memory that keeps all positions of a padded segment, even those outside of the window."""
+    """Memory that keeps all positions of a segment, even those outside of the window."""
 
     @classmethod
-    def of(cls, state: Memory, mem_len: int) -> _Everything:
-        """Return an empty state with room for `mem_len` positions."""
-        return cls(state.hidden, None, dataclasses.replace(state.lengths, mem_len=mem_len))
+    def of(cls, state: Memory, n_token: int) -> _Everything:
+        """Return a state with room for `n_token` more positions, through which gradients flow if they are wanted."""
+        lengths = dataclasses.replace(state.lengths, mem_len=state.length + n_token)
+        return cls(state.hidden, state.filled, lengths, state.projections, torch.is_grad_enabled())
 
     @property
     def capacity(self) -> int:
@@ -277,4 +358,5 @@ def _check_labels(targets: Tensor, vocab_size: int) -> None:
 
 
 AutoConfig.register(MODEL_TYPE, TransformerXLConfig, exist_ok=True)
+AutoModel.register(TransformerXLConfig, TransformerXLModel, exist_ok=True)
 AutoModelForCausalLM.register(TransformerXLConfig, TransformerXLForCausalLM, exist_ok=True)

@@ -20,13 +20,14 @@ transformers = pytest.importorskip("transformers", reason="make huggingface inst
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("these tests need transformers 5 (make huggingface)", allow_module_level=True)
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline  # pyright: ignore[reportMissingImports]
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline  # pyright: ignore[reportMissingImports]
 
 import txl.huggingface as module
 from txl.data.vocabulary import Vocabulary
 from txl.interop.export_run import export_run
 from txl.interop.import_run import import_run
 from txl.native.build import why_not
+from txl.serving.texts import Texts
 
 VARIANTS = {
     "byte": {},
@@ -108,7 +109,7 @@ def test_labels_of_another_shape_are_refused(shape, exported):
 def test_labels_that_are_no_tokens_are_named(bad, exported):
     model = theirs(exported)
     labels = torch.zeros(1, 4, dtype=torch.int64)
-    labels[0, 2] = model.config.vocab_size + 1 if bad > 0 else bad
+    labels[0, 2] = model.config.vocab_size + 2 if bad > 0 else bad
     with pytest.raises(ValueError, match="labels go from .*expected token ids, 0 to"):
         model(torch.zeros(1, 4, dtype=torch.int64), labels=labels)
 
@@ -427,3 +428,112 @@ def test_a_copy_saved_in_parts_is_imported(exported, tmp_path):
     import_run(tmp_path / "parts", tmp_path / "back")
     before, after = ours(exported)[0], txl.load(tmp_path / "back")[0]
     assert all(torch.equal(each, after.state_dict()[name]) for name, each in before.state_dict().items())
+
+
+def test_special_tokens_are_declared_as_the_server_declares_them(exported):
+    model, tokenizer, (_, vocabulary, _) = (
+        theirs(exported),
+        AutoTokenizer.from_pretrained(exported / "hf"),
+        ours(exported),
+    )
+    info, ids = Texts(vocabulary, "run").describe(), tokenizer.convert_tokens_to_ids
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (None, None), "generation goes on at a line end"
+    assert [model.config.bos_token_id] == vocabulary.encode("\n").tolist()
+    assert tokenizer.unk_token_id == vocabulary.unk_id
+    if vocabulary.kind == "word":
+        assert (
+            (tokenizer.bos_token, tokenizer.eos_token) == (info["bos_token"], info["eos_token"]) == ("<eos>", "<eos>")
+        )
+        assert (tokenizer.unk_token, ids("<eos>")) == ("<unk>", vocabulary.eos_id)
+    else:
+        assert info["bos_token"] == "\n"
+        assert tokenizer.bos_token_id == tokenizer.eos_token_id == ids("<|endoftext|>") == len(vocabulary) + 1
+
+
+def test_a_text_behind_the_token_of_the_beginning_is_one_behind_a_line_end(exported):
+    model, tokenizer, (_, vocabulary, _) = (
+        theirs(exported),
+        AutoTokenizer.from_pretrained(exported / "hf"),
+        ours(exported),
+    )
+    found = tokenizer(tokenizer.bos_token + "The river", return_tensors="pt")
+    ids = torch.tensor([[*vocabulary.encode("\n"), *vocabulary.encode("The river")]])
+    with torch.no_grad():
+        assert torch.equal(model(**found, labels=found["input_ids"]).loss, model(ids, labels=ids).loss)
+        assert torch.equal(model(**found).logits, model(ids).logits)
+    made = model.generate(max_new_tokens=5, do_sample=False)
+    assert made.tolist() == model.generate(ids[:, :1], max_new_tokens=5, do_sample=False).tolist()
+
+
+def test_padding_with_the_token_of_the_end_pads(exported):
+    model, tokenizer = theirs(exported), AutoTokenizer.from_pretrained(exported / "hf")
+    tokenizer.pad_token = tokenizer.eos_token
+    batch = tokenizer(["the river rose", "t"], padding=True, return_tensors="pt")
+    assert batch["input_ids"][1, 0] == tokenizer.eos_token_id
+    with torch.no_grad():
+        found, alone = model(**batch).logits[1, -1], model(**tokenizer(["t"], return_tensors="pt")).logits[0, -1]
+    torch.testing.assert_close(found, alone, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hidden_states_are_what_enters_the_first_layer_and_leaves_each(training, exported):
+    model = theirs(exported)
+    tokens, more = torch.randint(model.config.vocab_size, (2, 9)), torch.randint(model.config.vocab_size, (2, 5))
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    with torch.set_grad_enabled(training):
+        first = model(tokens, attention_mask=mask, output_hidden_states=True)
+        second = model(more, past_key_values=first.past_key_values, output_hidden_states=True)
+    with torch.no_grad():
+        plain = model(tokens, attention_mask=mask)
+        again = model(more, past_key_values=plain.past_key_values)
+    torch.testing.assert_close(first.logits, plain.logits)
+    torch.testing.assert_close(second.logits, again.logits)
+    assert first.past_key_values.state.length == plain.past_key_values.state.length
+    assert not any(each.requires_grad for each in first.past_key_values.state.hidden)
+
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in model.model.layers:
+        layer.register_forward_hook(lambda _, arguments, result: seen.append((arguments[0], result)))
+    with torch.no_grad():
+        model(more, past_key_values=plain.past_key_values)
+        expected = [seen[0][0], *(result for _, result in seen)]
+        seen.clear()
+        model(tokens[1:, 4:])
+    torch.testing.assert_close(second.hidden_states, tuple(expected), rtol=0, atol=1e-5)
+    alone = [seen[0][0], *(result for _, result in seen)]
+    torch.testing.assert_close([each[1:, 4:] for each in first.hidden_states], alone, rtol=0, atol=1e-5)
+    if training:
+        second.hidden_states[1].sum().backward()
+        assert model.model.layers[0].attention.q_proj.weight.grad.abs().sum() > 0
+
+
+def test_a_model_without_probabilities_has_the_same_hidden_states(exported, tmp_path):
+    model = AutoModel.from_pretrained(exported / "hf").eval()
+    tokens = torch.randint(model.config.vocab_size, (2, 9))
+    with torch.no_grad():
+        found = model(tokens, output_hidden_states=True)
+        expected = theirs(exported)(tokens, output_hidden_states=True).hidden_states
+        assert torch.equal(model(tokens, return_dict=False)[0], found.last_hidden_state)
+    torch.testing.assert_close(found.hidden_states, expected)
+    torch.testing.assert_close(found.last_hidden_state, expected[-1])
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModel.from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(again(tokens).last_hidden_state, model(tokens).last_hidden_state)
+
+
+def test_what_the_model_lacks_is_refused_and_what_has_no_effect_is_not(exported):
+    model, tokens = theirs(exported), torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="output_attentions: attention weights are not returned"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions: attention weights are not returned"):
+        model.generate(tokens, max_new_tokens=2, output_attentions=True, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="inputs_embeds: .* give input_ids"):
+        model(inputs_embeds=torch.zeros(1, 3, 16))
+    with pytest.raises(TypeError, match="unknown argument 'atention_mask'"):
+        model(tokens, atention_mask=torch.ones_like(tokens))
+    model(
+        tokens, output_attentions=False, inputs_embeds=None, position_ids=torch.arange(3)[None], token_type_ids=tokens
+    )
+    made = model.generate(tokens, max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True)
+    assert [each.shape[1] for step in made.hidden_states for each in step] == [3] * 3 + [1] * 3

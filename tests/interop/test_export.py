@@ -163,7 +163,7 @@ def test_tokenizer_files_encode_as_the_vocabulary_does(vocabulary, text):
 
 WORDS = ["<eos>", "<unk>", "the", "café", "x", "￭.", "￭-￭", "(￭", "￭)", "￭”", "“￭", ".", "—", "￭<￭", "￭>", "eos"]
 PIECES = st.one_of(
-    st.sampled_from(["the", "café", "cafe\u0301", "x", "eos", "<eos>", "<unk>", "\r\n", "\ufeff"]),
+    st.sampled_from(["the", "The", "café", "CAFÉ", "cafe\u0301", "x", "eos", "<eos>", "<unk>", "\r\n", "\ufeff"]),
     st.sampled_from("￭_0.-()“”—<>$😀 \t\n\r\x1c\x85\u2028\u3000"),
     st.characters(codec="utf-8", exclude_characters="\0"),
 )
@@ -181,11 +181,13 @@ def place(token: LocatedToken, data: bytes) -> tuple[int, int]:
         WordVocabulary(WORDS, rule="punctuation"),
         WordVocabulary(WORDS, rule="punctuation", normalise=True),
         WordVocabulary(WORDS),
+        WordVocabulary([word.lower() for word in WORDS], lower=True),
         CharVocabulary("thecaféx.-()“”—<> \n", normalise=True),
+        CharVocabulary("thecaféx.-()“”—<> \n", lower=True),
         ByteVocabulary(),
         BpeVocabulary.train(["the café (x) — “the café”."] * 5, 270),
     ],
-    ids=["punctuation", "normalised", "word", "char", "byte", "bpe"],
+    ids=["punctuation", "normalised", "word", "lower words", "char", "lower", "byte", "bpe"],
 )
 def with_tokenizer(request) -> tuple[Vocabulary, Tokenizer]:
     return request.param, Tokenizer.from_str(tokenizer_files(request.param)["tokenizer.json"])
@@ -202,6 +204,8 @@ def test_tokenizer_files_give_the_ids_and_the_places_of_the_vocabulary(with_toke
     tokens = [*located_tokens(Piece(Path("text")), [data], vocabulary)][: len(found.ids)]  # a last line end is added
     assert found.ids == vocabulary.encode(text).tolist() == [token.id for token in tokens]
     assert found.offsets == [place(token, data) for token in tokens]
+    if vocabulary.kind != "word":
+        assert tokenizer.decode(found.ids) == vocabulary.decode(found.ids)
 
 
 @pytest.mark.parametrize(

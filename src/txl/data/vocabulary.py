@@ -545,6 +545,17 @@ def _without_long_pieces(text: str) -> list[str]:
     return [text[start:end] for start, end in pairwise([*bounds, len(text)])]
 
 
+def line_end_id(vocabulary: Vocabulary) -> int | None:
+    """Return the id of the token that ends a line, after which a text without context begins; None: there is none."""
+    if vocabulary.kind == "word" or vocabulary.eos_id is not None:
+        return vocabulary.eos_id
+    try:
+        (token,) = vocabulary.encode("\n").tolist()
+    except UserError:
+        return None
+    return None if token == vocabulary.unk_id else token
+
+
 def normalised(text: str) -> str:
     """Return a text without a byte order mark, and with \\n for \\r\\n."""
     return text.removeprefix(BYTE_ORDER_MARK).replace("\r\n", "\n")

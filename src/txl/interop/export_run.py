@@ -27,6 +27,7 @@ from txl.data.vocabulary import (
     Vocabulary,
     WordVocabulary,
     byte_symbols,
+    line_end_id,
 )
 from txl.data.words import EOS, JOINER, UNK, marks
 from txl.errors import UserError
@@ -104,14 +105,18 @@ def _fill_safetensors(
 def _fill_huggingface(
     folder: Path, run: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary | None
 ) -> list[str]:
+    line_end = None if vocabulary is None else line_end_id(vocabulary)
     config = _tested(run) | {
         "model_type": HUGGINGFACE_TYPE,
         "architectures": ["TransformerXLForCausalLM"],
         "auto_map": {
             "AutoConfig": f"{_MODULE}.TransformerXLConfig",
+            "AutoModel": f"{_MODULE}.TransformerXLModel",
             "AutoModelForCausalLM": f"{_MODULE}.TransformerXLForCausalLM",
         },
         "vocab_size": len(weights["softmax.bias"]),
+        "bos_token_id": line_end,  # no token is the end of a text: generation goes on behind a line end
+        "line_end_id": None if vocabulary is None or vocabulary.kind == "word" else line_end,
         "dtype": "float32",
         "tie_word_embeddings": False,
         "eval": asdict(run.eval),
@@ -181,27 +186,42 @@ def _relative(line: re.Match[str]) -> str:
 
 
 PADDING = "<|pad|>"
+"""Token whose id follows those of the vocabulary; it is no token of the model."""
+LINE_END = "<|endoftext|>"
+"""Token after `PADDING`, which the exported model reads as the line end of a vocabulary without `<eos>`."""
+_UNKNOWN = "<|unk|>"
+"""Spelling of `<unk>` in a tokenizer of characters, where `<unk>` in a text is five characters."""
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
     """Return the texts of tokenizer.json and tokenizer_config.json; the tokenizer encodes to the vocabulary's ids.
 
-    Decoding joins words and line ends by spaces, and punctuation marks as the joiners in the tokens state.
+    Decoding joins words and line ends by spaces, and punctuation marks as the joiners in the tokens state. Both the
+    beginning and the end of a text are declared to be a line end.
     """
-    config: JsonObject = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
-        "model_max_length": 10**9,
-    }
     tokenizer = _tokenizer(vocabulary)
     before = [normalizers.Replace(Regex(rf"\A{BYTE_ORDER_MARK}"), ""), normalizers.Replace("\r\n", "\n")]
     if vocabulary.normalise:
         after = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([*before, *after])  # pyright: ignore[reportAttributeAccessIssue]
-    if not tokenizer.add_special_tokens([PADDING]):
-        raise UserError(f"the vocabulary has a token {PADDING!r} of its own")
-    config["pad_token"] = PADDING  # the id after the vocabulary's last, which is no token of the model
+    begin, unknown, added = LINE_END, _UNKNOWN, [PADDING, LINE_END]
+    if isinstance(vocabulary, WordVocabulary):
+        begin, unknown, added = vocabulary.eos, vocabulary.unk, [PADDING]
+    elif line_end_id(vocabulary) is None:
+        begin, added = None, [PADDING]
+    if tokenizer.add_special_tokens(added) < len(added):
+        raise UserError(f"the vocabulary has a token {PADDING!r} or {LINE_END!r} of its own")
+    config: JsonObject = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_max_length": 10**9,
+        "pad_token": PADDING,
+        "bos_token": begin,
+        "eos_token": begin or PADDING,  # never None, because of the idiom `pad_token = eos_token`
+    }
+    if vocabulary.unk_id is not None:
+        config["unk_token"] = unknown
     return {
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
@@ -219,10 +239,12 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
     if isinstance(vocabulary, CharVocabulary):
-        ids = {symbol: number for number, symbol in enumerate(vocabulary.symbols)}
-        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>") if "<unk>" in ids else models.WordLevel(ids))
+        ids = {
+            _UNKNOWN if number == vocabulary.unk_id else each: number for number, each in enumerate(vocabulary.symbols)
+        }
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Fuse()
+        tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])
         if vocabulary.lower:
             tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer

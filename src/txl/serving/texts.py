@@ -13,7 +13,7 @@ from torch import Tensor
 from txl.data.decoders import Decoder
 from txl.data.located import located_tokens
 from txl.data.sources import BLOCK, Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary
+from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary, line_end_id
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens
@@ -119,7 +119,7 @@ class Texts:
         `eos_token` is `<eos>` only, because clients add this token to their stop strings.
         """
         end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
-        begin = "\n" if end is None and self._has("\n") else end
+        begin = "\n" if end is None and line_end_id(self.vocabulary) is not None else end
         return {
             "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
             "kind": self.vocabulary.kind,
@@ -130,12 +130,6 @@ class Texts:
             "unk_token": None if self.vocabulary.unk_id is None else "<unk>",
             "chat_template": None,
         }
-
-    def _has(self, text: str) -> bool:
-        try:
-            return self.vocabulary.lacking(text) == [] and len(self.vocabulary.encode(text)) > 0
-        except UserError:
-            return False
 
 
 def n_characters(data: bytes) -> int:
