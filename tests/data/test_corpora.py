@@ -80,7 +80,7 @@ def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
     path.write_bytes(damaged)
     if ending == ".zst":  # zstandard.compress writes no checksum of the content
         return
-    with pytest.raises(UserError, match="cannot be read .*it may be incomplete"):
+    with pytest.raises(UserError, match="cannot be read .*tells whether it is damaged"):
         txl.open_corpus(str(path), unit="byte", data_dir=data_dir, quiet=True)
 
 
@@ -267,11 +267,6 @@ def test_damaged_files_are_noticed(story, tmp_path, capsys):
         damage()
         txl.open_corpus(str(story), "char", data_dir=tmp_path)
         assert capsys.readouterr().err.startswith(f"note: {told}; preparing {story} anew\n")
-    altered = bytearray(content)
-    altered[10] ^= 1
-    tokens.write_bytes(altered)
-    with pytest.raises(UserError, match=r"train\.tokens: altered"):
-        txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True).verify()
 
 
 def test_a_full_disk_leaves_nothing_half_prepared(story, tmp_path, monkeypatch):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
-import zstandard
 from tests.conftest import small_run
 from tests.data.test_corpora import refusal, split_bytes
 
@@ -18,7 +16,6 @@ import txl
 from txl.config import DataConfig
 from txl.data import corpora, prepare
 from txl.data.corpora import refuse_unused
-from txl.data.sources import open_file
 from txl.data.user_text import find_files
 from txl.errors import UserError
 from txl.training.trainer import Trainer
@@ -213,21 +210,6 @@ def test_a_pipe_is_not_said_to_be_missing(tmp_path):
 def test_a_cut_in_the_last_character_leaves_no_split_for_it(tmp_path):
     (tmp_path / "days.txt").write_text("日" * 7)
     assert "too few to cut" in refusal(str(tmp_path / "days.txt"), tmp_path / "data", "char")
-
-
-def test_text_that_repeats_itself_is_decompressed_in_parts(tmp_path):
-    path = tmp_path / "line.zst"
-    content = b"the same line once more\n" * 2_000_000
-    path.write_bytes(zstandard.compress(content))
-    largest = 0
-    with open_file(path) as file:
-        assert isinstance(file, io.BufferedReader)
-        read = 0
-        while block := file.read(1 << 16):
-            largest = max(largest, len(file.raw._ready))  # pyright: ignore[reportAttributeAccessIssue]
-            read += len(block)
-    assert read == len(content)
-    assert largest < len(content) / 3
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):

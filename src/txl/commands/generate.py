@@ -172,10 +172,12 @@ def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, te
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None:
         return arguments.prompt
+    from txl.data.formats import refuse_format
+
+    path = Path(arguments.prompt_file)
+    data = standard_input().read() if arguments.prompt_file == "-" else path.read_bytes()
+    refuse_format(path, data)
     try:
-        if arguments.prompt_file == "-":
-            return standard_input().read().decode("utf-8")
-        with open(arguments.prompt_file, encoding="utf-8", newline="") as file:
-            return file.read()
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{arguments.prompt_file}: not UTF-8 at byte {error.start}; give the prompt as UTF-8") from None

@@ -41,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
         description="Write the surprisal of every token of a text, in bits, as a table with one row a token.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    parser.add_argument("file", metavar="FILE", help="the text (also .gz, .xz, .zst), or - for standard input")
+    parser.add_argument("file", metavar="FILE", help="the text (also .gz, .bz2, .xz, .zst), or - for standard input")
     add_out(parser, "FILE", "where to write the table (default: standard output)")
     parser.add_argument("--format", choices=("tsv", "jsonl"), default="tsv", help="tabs or JSON lines (default: tsv)")
     parser.add_argument("--prompt", default="", metavar="TEXT", help="text to read first, without scoring it")
@@ -66,7 +66,9 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
     refuse_with_sliding(arguments)
-    from txl.data.sources import Piece, open_file
+    from txl.data.compressed import COMPRESSED, open_file
+    from txl.data.formats import reading_note, refuse_formats
+    from txl.data.sources import Piece
 
     run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> None:
     if path is not None and path.is_fifo():  # can be read only once
         source, path = open_file(path), None
     elif path is not None:
-        open_file(path).close()  # refuses an unreadable file before the model is loaded
+        refuse_formats([path])  # before the model is loaded
     check_output_file(arguments.out, path)
     from txl.allocator import keep_freed_memory
     from txl.data.prepared import unknown_note
@@ -108,12 +110,13 @@ def run(arguments: argparse.Namespace) -> None:
         normalise=normalise,
         **settings,
     )
-    plain = path is not None and path.suffix not in (".gz", ".xz", ".zst")
+    plain = path is not None and path.suffix not in COMPRESSED
     size = path.stat().st_size if path is not None and plain else None
     with output(arguments.out) as file:
         total = _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
     has_mark = path is not None and next(Piece(path, 0, len(_MARK)).blocks(), b"") == _MARK
     for note in (
+        None if path is None else reading_note([path], vocabulary.kind),
         line_end_note(total, has_mark, normalise, vocabulary.kind),
         unknown_note(vocabulary.kind, total.unknown, total.tokens, "the text", trained_unknown(run_directory)),
     ):

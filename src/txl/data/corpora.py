@@ -15,13 +15,14 @@ import platformdirs
 
 from txl.config import DataConfig, Unit
 from txl.data.catalogue import BENCHMARKS
+from txl.data.formats import reading_note
 from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus, cut_down_by
 from txl.data.sources import SPLITS, WHOLE, Piece, Pieces
 from txl.data.standard_library import stdlib_files, stdlib_pieces
-from txl.data.user_text import find_files, refuse_archives, user_pieces
+from txl.data.user_text import find_files, refuse_no_text, user_pieces
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.errors import UserError, did_you_mean
 from txl.files import JsonObject, absolute, refuse_file, usable_cache
@@ -196,7 +197,7 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
         return _open(name, name, stdlib_files(), lambda: stdlib_pieces(config.unit), recipe, folder, quiet)
     label, files = Path(name).stem, own_files(name)
     if whole:
-        refuse_archives(files)
+        refuse_no_text(files)
         pieces = {WHOLE: [Piece(path) for path in files]}
         return _open(name, f"{label}-{WHOLE}", files, lambda: pieces, recipe, folder, quiet, told_apart=[WHOLE])
     return _open(name, label, files, lambda: user_pieces(name), recipe, folder, quiet)
@@ -256,9 +257,18 @@ def _open(
     """Open or prepare the corpus of these files (compared by path, size and modification time) and this recipe."""
     stamps = stamps_of(files)
 
-    def check(_: JsonObject) -> None:
+    read: list[Path] = []
+
+    def pieces_read() -> Pieces:
+        found = pieces()
+        read.extend(piece.path for parts in found.values() for piece in parts)
+        return found
+
+    def check(meta: JsonObject) -> None:
         if stamps_of(files) != stamps:
             raise UserError(f"{name} changed while it was read; run the command again")
+        if name != STDLIB and (note := reading_note(read, recipe.unit)) is not None:
+            meta["note"] = note
 
     everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
@@ -268,7 +278,7 @@ def _open(
     if corpus is not None:
         return corpus
     with preparing(name, recipe.unit, quiet) as progress:
-        prepare(directory, name, pieces, recipe, progress, check)
+        prepare(directory, name, pieces_read, recipe, progress, check)
     corpus = Corpus(directory)
     was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
     if was_cut and recipe.vocabulary is None and recipe.word_rule is None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from txl.config import WordRule
+from txl.data.formats import bad_byte
 from txl.data.sources import Piece, content_size
 from txl.data.vocabulary import BPE_CHUNK, BYTE_ORDER_MARK, BpeVocabulary, WordVocabulary
 from txl.data.words import EOS, UNK, words_and_ends
@@ -34,27 +35,17 @@ def decoded(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:
         data = rest + block
         zero = data.find(b"\0")
         if zero >= 0:
-            raise UserError(
-                f"{piece.path}: binary (a NUL byte at offset {offset + zero}); give a text: only the unit byte reads "
-                f"other files"
-            )
+            raise bad_byte(piece.path, offset + zero, 0)
         try:
             text, rest = data.decode("utf-8"), b""
         except UnicodeDecodeError as error:
             if error.reason != "unexpected end of data":
-                raise _not_utf8(piece, offset + error.start, data[error.start]) from None
+                raise bad_byte(piece.path, offset + error.start, data[error.start]) from None
             text, rest = data[: error.start].decode("utf-8"), data[error.start :]
         offset += len(data) - len(rest)
         yield text, len(block)
     if rest:
-        raise _not_utf8(piece, offset, rest[0])
-
-
-def _not_utf8(piece: Piece, offset: int, value: int) -> UserError:
-    return UserError(
-        f"{piece.path}: not UTF-8 (byte 0x{value:02X} at offset {offset}); convert it to UTF-8: only the unit "
-        f"byte reads other files"
-    )
+        raise bad_byte(piece.path, offset, rest[0])
 
 
 def whole_line_ends(piece: Piece, blocks: Iterable[bytes]) -> Iterator[tuple[str, int]]:

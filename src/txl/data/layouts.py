@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import lzma
+import os
 import shutil
 import tarfile
 import zipfile
@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from txl.data.catalogue import Benchmark, Layout
+from txl.data.compressed import open_file
 from txl.data.sources import COMPRESSED, SPLITS, Piece, Pieces, character_start, content_size, cut
 from txl.errors import UserError
 
@@ -56,33 +57,46 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
                 shutil.copyfileobj(source, file, 1 << 20)
     except RuntimeError as error:  # encrypted, or compressed in an unknown way (NotImplementedError)
         raise UserError(f"{archive}: cannot be read ({error})") from None
-    except (zipfile.BadZipFile, gzip.BadGzipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+    except (zipfile.BadZipFile, tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
         raise UserError(f"{archive}: damaged ({error or type(error).__name__})") from None
 
 
+_ZIP_END = 22
+"""Length in bytes of the last record of a .zip file, without the comment that may follow it."""
 Member = tuple[str, Callable[[], IO[bytes]]]
 
 
 def _zip_members(archive: Path) -> Iterator[Member]:
-    with zipfile.ZipFile(archive) as file:
+    with open(archive, "rb") as content, zipfile.ZipFile(content) as file:
+        content.seek(-_ZIP_END - len(file.comment), os.SEEK_END)
+        count = int.from_bytes(content.read(_ZIP_END)[10:12], "little")
+        if len(file.infolist()) != count != 0xFFFF:  # which zipfile does not compare
+            raise zipfile.BadZipFile(f"its directory has {len(file.infolist())} of {count} members")
         for member in file.infolist():
             if not member.is_dir():
-                yield member.filename, lambda member=member: file.open(member)
+                yield member.filename, lambda member=member: _opened_member(file, member)
+
+
+def _opened_member(file: zipfile.ZipFile, member: zipfile.ZipInfo) -> IO[bytes]:
+    try:
+        return file.open(member)
+    except OSError as error:  # a damaged offset
+        raise zipfile.BadZipFile(f"{member.filename}: {error.strerror}") from None
 
 
 def _tar_members(archive: Path) -> Iterator[Member]:
     # Stream mode reads a compressed archive only once, from beginning to end.
-    with tarfile.open(archive, "r|*") as file:
+    with open_file(archive) as content, tarfile.open(fileobj=content, mode="r|") as file:
         for member in file:
             if member.isfile():
-                yield member.name, lambda member=member: _opened(file, member)
-    if archive.name.endswith((".tgz", ".tar.gz")):  # tarfile takes a damaged header for the end of the archive
-        with gzip.open(archive, "rb") as content:
-            while content.read(1 << 20):
-                pass
+                yield member.name, lambda member=member: _opened_member_of_tar(file, member)
+        # tarfile takes a damaged header for the end of the archive, behind which there are only zeros.
+        while rest := file.fileobj.read(1 << 20):
+            if rest.strip(b"\0"):
+                raise tarfile.TarError("more follows the end of the archive, or the header of a member is damaged")
 
 
-def _opened(file: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
+def _opened_member_of_tar(file: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes]:
     content = file.extractfile(member)
     if content is None:
         raise tarfile.TarError(f"{member.name} has no content")

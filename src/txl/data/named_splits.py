@@ -15,7 +15,7 @@ _SPLIT_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "
 """Words for each split in file and folder names, as regular expressions."""
 _SPLIT_OF_FOLDER = {word: split for split, words in _SPLIT_WORDS.items() for word in words.split("|")}
 _SPLIT_OF_FOLDER["training"] = "train"
-COMPRESSED_END = re.compile(r"\.(gz|xz|zst)$", re.IGNORECASE)
+COMPRESSED_END = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 _TEXT_END = re.compile(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)$", re.IGNORECASE)
 _CODE_END = re.compile(r"\.(py|ipynb|sh|js|ts|c|cc|cpp|cu|h|java|go|rs|jl|lua|pl|rb|r)$", re.IGNORECASE)
 """Ends of file names of programs, which may happen to be called train and test."""

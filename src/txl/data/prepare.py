@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -22,7 +21,16 @@ import numpy as np
 
 from txl.config import DataConfig, WordRule
 from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, whole_words, words
-from txl.data.prepared import META_FORMAT, Corpus, NotAllowed, TokenWriter, token_dtype
+from txl.data.prepared import (
+    META_FORMAT,
+    Corpus,
+    NotAllowed,
+    TokenWriter,
+    keeps_text,
+    token_dtype,
+    vocabulary_sha256,
+    write_meta,
+)
 from txl.data.progress import say
 from txl.data.sources import Piece, Pieces
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
@@ -151,7 +159,7 @@ def prepare(
         meta = _build(temporary, name, pieces(), recipe, progress)
         if check is not None:
             check(meta)
-        (temporary / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+        write_meta(temporary, meta)
         try:
             os.rename(temporary, directory)
         except OSError as error:
@@ -189,14 +197,13 @@ def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress:
         if splits[split]["tokens"] == 0:
             raise UserError(f"{name}: the {split} split is empty; expected some text")
     splits = {split: splits[split] for split in readers}
-    vocabulary_hash = hashlib.sha256(json.dumps(vocabulary.to_json(), sort_keys=True).encode()).hexdigest()
+    vocabulary_hash = vocabulary_sha256(vocabulary)
     content = [vocabulary.kind, vocabulary_hash, *[f"{key} {value['sha256_tokens']}" for key, value in splits.items()]]
     return {
         "format": META_FORMAT,
         "name": name,
         "unit": vocabulary.kind,
         "vocabulary_size": len(vocabulary),
-        "dtype": dtype.str,
         "splits": splits,
         **recipe.record,
         **_normalised(readers),
@@ -258,10 +265,9 @@ def _write_split(
     """
     doing = f"counting words of {split}" if vocabulary is None else f"encoding {split}"
     unk_id = None if vocabulary is None else vocabulary.unk_id
-    is_text = isinstance(vocabulary, ByteVocabulary) and vocabulary.is_complete
     with ExitStack() as files:
         writer = files.enter_context(TokenWriter(directory / f"{split}.tokens", dtype, unk_id))
-        if split != "train" and not is_text:
+        if keeps_text(split, vocabulary):
             reader.keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
         for ids, done in encoded:
             writer.write(ids)

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
+import os
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
@@ -18,12 +22,18 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
 from txl.errors import UserError
-from txl.files import JsonObject, file_sha256, read_json
+from txl.files import JsonObject, file_sha256, read_json, write_whole
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
-META_FORMAT = 1
+META_FORMAT = 2
+_OWN_HASH = "sha256_meta"
+"""Key of a record's hash of everything else in it."""
+_VERIFIED = "verified.json"
+"""File with the stamps of a corpus's files when they last had the recorded hashes."""
+_SETTLED = 2.0
+"""Seconds after which a change of a file shows in its time of change; file systems round times to this or less."""
 
 
 class NotAllowed(UserError):
@@ -86,15 +96,25 @@ class Tokens:
     def __getitem__(self, key: slice | np.ndarray) -> Ids: ...
 
     def __getitem__(self, key: int | slice | np.ndarray) -> Ids | np.integer:
-        return self._ids[key]
+        return self._readable()[key]
 
     def __iter__(self) -> Iterator[int]:
-        return map(int, self._ids)
+        return map(int, self._readable())
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        if dtype is not None and np.dtype(dtype) != self._ids.dtype:
-            return np.asarray(self._ids).astype(dtype)
-        return np.array(self._ids) if copy else np.asarray(self._ids)
+        ids = self._readable()
+        if dtype is not None and np.dtype(dtype) != ids.dtype:
+            return np.asarray(ids).astype(dtype)
+        return np.array(ids) if copy else np.asarray(ids)
+
+    def _readable(self) -> Ids:
+        """Return the ids; refuse a file that was cut off since, because reading behind its end kills the process."""
+        if isinstance(self._ids, np.memmap):
+            with suppress(FileNotFoundError):  # a removed file can still be read
+                size = os.stat(path := str(self._ids.filename)).st_size
+                if size < self._ids.nbytes:
+                    raise UserError(f"{path}: cut off at {size:,} bytes by another program; run the command again")
+        return self._ids
 
 
 class TokenWriter:
@@ -128,16 +148,25 @@ class TokenWriter:
 
 
 class Corpus:
-    """A prepared corpus: token files, vocabulary and record."""
+    """A prepared corpus: token files, vocabulary and record.
+
+    Raises:
+        UserError: if a file is missing, or is not the one that was prepared. Files that are unchanged since they were
+            last verified are not read again.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
         self._bytes_of: dict[tuple[str, int], int | None] = {}
         """Cached results of `_bytes_of_first`, which training calls before every evaluation."""
-        self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
-        if len(self.vocabulary) != self._meta["vocabulary_size"]:
-            raise UserError(f"{directory}: vocabulary.json does not belong to this corpus; delete the folder")
+        try:
+            self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
+            self._verify_changed()
+        except PermissionError as error:
+            raise _not_allowed(error) from None
+        except OSError as error:
+            raise UserError(f"{error.filename or directory}: {error.strerror}") from None
 
     @property
     def name(self) -> str:
@@ -171,7 +200,7 @@ class Corpus:
         )
 
     def _ids(self, split: str) -> np.ndarray:
-        return np.memmap(self._path(split, "tokens"), dtype=np.dtype(self._meta["dtype"]), mode="r")
+        return np.memmap(self._path(split, "tokens"), dtype=token_dtype(len(self.vocabulary)), mode="r")
 
     def _bytes_of_first(self, split: str, n_token: int) -> int | None:
         """Return the length in bytes of the text of the first `n_token` tokens of a split.
@@ -193,8 +222,7 @@ class Corpus:
     def text_bytes(self, split: str) -> Iterator[bytes]:
         """Yield the text of a split, block by block; the text of the training split is spelled from its tokens."""
         self._record(split)
-        is_text = isinstance(self.vocabulary, ByteVocabulary) and self.vocabulary.is_complete
-        path = self._path(split, "tokens" if is_text else "text")
+        path = self._path(split, "tokens" if is_text(self.vocabulary) else "text")
         if not path.is_file():
             ids = self._ids(split)
             for start in range(0, len(ids), BLOCK):
@@ -209,7 +237,7 @@ class Corpus:
 
     def info(self) -> JsonObject:
         """Return the record: name, unit, vocabulary size, hashes, and the tokens, bytes and `<unk>` of each split."""
-        return {key: value for key, value in self._meta.items() if key not in ("format", "dtype")}
+        return {key: value for key, value in self._meta.items() if key != "format"}
 
     def unknown_share(self, split: str) -> float | None:
         """Return the share of `<unk>` in the tokens of a split; None if the corpus lacks the split."""
@@ -217,7 +245,8 @@ class Corpus:
         return None if record is None else record["unknown"] / record["tokens"]
 
     def notes(self, split: str, trained: float | None = None) -> list[str]:
-        """Return notes for the reader of a split's results: what normalising changed, and the share of `<unk>`.
+        """Return notes for the reader of a split's results: what may be read in another way than meant, what
+        normalising changed, and the share of `<unk>`.
 
         Args:
             split: split whose `<unk>` tokens are reported.
@@ -228,14 +257,36 @@ class Corpus:
         read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
         unknown = unknown_note(self.unit, record["unknown"], record["tokens"], f"the {split} split", trained)
         kept = f"{read} (data.normalise false keeps them)" if read else None
-        return [note for note in (kept, unknown) if note is not None]
+        return [note for note in (self._meta.get("note"), kept, unknown) if note is not None]
 
     def verify(self) -> None:
-        """Compare the token files with their recorded hashes."""
-        for split, record in self._meta["splits"].items():
-            path = self._path(split, "tokens")
-            if file_sha256(path) != record["sha256_tokens"]:
-                raise UserError(f"{path}: altered since it was prepared; delete {self.directory} to prepare it anew")
+        """Compare all files with their recorded hashes."""
+        for path, expected in self._hashes().items():
+            if file_sha256(path) != expected:
+                raise UserError(f"{path}: altered since it was prepared")
+        if vocabulary_sha256(self.vocabulary) != self._meta["sha256_vocabulary"]:
+            raise UserError(f"{self.directory / 'vocabulary.json'}: altered since it was prepared")
+
+    def _hashes(self) -> dict[Path, str]:
+        """Return the recorded hashes of the token files and texts."""
+        splits = self._meta["splits"].items()
+        found = {self._path(split, "tokens"): record["sha256_tokens"] for split, record in splits}
+        texts = {self._path(split, "text"): record["sha256_text"] for split, record in splits}
+        return found | {path: each for path, each in texts.items() if keeps_text(path.stem, self.vocabulary)}
+
+    def _verify_changed(self) -> None:
+        """Verify the files unless all have the stamps with which they were last verified."""
+        names = ["meta.json", "vocabulary.json", *(path.name for path in self._hashes())]
+        found = {name: os.stat(self.directory / name) for name in names}
+        stamps = {name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in found.items()}
+        path = self.directory / _VERIFIED
+        with suppress(OSError, UserError):
+            if read_json(path) == stamps:
+                return
+        self.verify()
+        if time.time() - max(each.st_ctime for each in found.values()) > _SETTLED:
+            with suppress(UserError):  # the folder may be another user's
+                write_whole(path, json.dumps(stamps))
 
     def _record(self, split: str) -> JsonObject:
         if split not in self._meta["splits"]:
@@ -282,25 +333,45 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
 
 
+def is_text(vocabulary: Vocabulary | None) -> bool:
+    """Return whether the tokens of a vocabulary are the bytes of the text."""
+    return isinstance(vocabulary, ByteVocabulary) and vocabulary.is_complete
+
+
+def keeps_text(split: str, vocabulary: Vocabulary | None) -> bool:
+    """Return whether the text of a split is stored beside its tokens."""
+    return split != "train" and not is_text(vocabulary)
+
+
+def vocabulary_sha256(vocabulary: Vocabulary) -> str:
+    """Return the hash of a vocabulary."""
+    return _sha256(vocabulary.to_json())
+
+
+def write_meta(directory: Path, meta: JsonObject) -> None:
+    """Write the record of a prepared corpus, with its own hash."""
+    content = json.dumps(meta | {_OWN_HASH: _sha256(meta)}, indent=1)
+    (directory / "meta.json").write_text(content, encoding="utf-8")
+
+
 def read_meta(directory: Path) -> JsonObject:
-    """Read the record of a prepared corpus, and check the sizes of its token files."""
+    """Read the record of a prepared corpus; refuse one that is not as `write_meta` wrote it."""
     try:
         meta = read_json(directory / "meta.json")
-        if meta["format"] != META_FORMAT:
-            raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
-        if missing := sorted({"name", "unit", "vocabulary_size"} - meta.keys()):
-            raise UserError(f"{directory}: damaged (meta.json has no {missing[0]})")
-        width = np.dtype(meta["dtype"]).itemsize
-        for split, record in meta["splits"].items():
-            path = directory / f"{split}.tokens"
-            if path.stat().st_size != record["tokens"] * width:
-                raise UserError(f"{path}: {path.stat().st_size} bytes, expected {record['tokens'] * width}")
-        return meta
     except PermissionError as error:
-        raise NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir") from None
+        raise _not_allowed(error) from None
     except OSError as error:
         raise UserError(f"{error.filename or directory}: {error.strerror}") from None
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{directory}: damaged (meta.json is not one of a prepared corpus)") from None
+    if not isinstance(meta, dict) or meta.pop(_OWN_HASH, None) != _sha256(meta):
+        raise UserError(f"{directory}: damaged (meta.json is not one of a prepared corpus)")
+    if meta["format"] != META_FORMAT:
+        raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
+    return meta
+
+
+def _sha256(values: JsonObject) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _not_allowed(error: PermissionError) -> NotAllowed:
+    return NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir")

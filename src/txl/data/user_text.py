@@ -5,15 +5,16 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
+from txl.data.formats import refuse_formats
 from txl.data.named_splits import COMPRESSED_END, named_splits
 from txl.data.sources import COMPRESSED, SPLITS, TRAIN_END, VALID_END, Piece, Pieces, character_start, content_size, cut
 from txl.errors import UserError
 
-_UNREADABLE = re.compile(r"\.(bz2|zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz4|lzma|br|z)$|\.tar\.(gz|xz|zst)$", re.IGNORECASE)
+_UNREADABLE = re.compile(r"\.(zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz4|lzma|br|z)$|\.tar\.(gz|bz2|xz|zst)$", re.IGNORECASE)
 """Ends of file names of archives and compressed files that are not decompressed."""
 
 
@@ -36,11 +37,11 @@ def user_pieces(text: str) -> Pieces:
     character.
 
     Raises:
-        UserError: if the splits cannot be told apart, or a file is of a kind that is not read, such as .zip.
+        UserError: if the splits cannot be told apart, or a file is an archive or no text.
     """
     paths = find_files(text)
     named = named_splits(Path(text), paths) if Path(text).is_dir() else None
-    refuse_archives(paths if named is None else chain(*named.values()))
+    refuse_no_text(paths if named is None else [*chain(*named.values())])
     if named is not None:
         return {split: [Piece(path) for path in found] for split, found in named.items()}
     sizes = [content_size(path) for path in paths]
@@ -91,11 +92,13 @@ def find_files(text: str) -> list[Path]:
     return found
 
 
-def refuse_archives(paths: Iterable[Path]) -> None:
-    """Refuse files whose names are those of archives, or of a compression that is not read."""
+def refuse_no_text(paths: Sequence[Path]) -> None:
+    """Refuse files whose names are those of archives or of a compression that is not read, or that hold no text."""
+    endings = f"{', '.join(COMPRESSED[:-1])} or {COMPRESSED[-1]}"
     for path in paths:
         if _UNREADABLE.search(path.name) or (COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
-            raise UserError(f"{path}: files of this kind are not read; expected text, or .gz, .xz or .zst")
+            raise UserError(f"{path}: files of this kind are not read; expected text, or {endings}")
+    refuse_formats(paths)
 
 
 def _each_once(paths: list[Path]) -> list[Path]:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice
@@ -23,6 +25,7 @@ import numpy as np
 import torch
 
 from txl.config import Limit, same_length, validate_temperature
+from txl.data.formats import refuse_format
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.prepared import normalised_note
 from txl.data.sources import BLOCK, Piece
@@ -34,7 +37,10 @@ from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
+_logger = logging.getLogger(__name__)
 _LN2 = math.log(2)
+_LONGEST_PATH = 4096
+"""Most characters of a text that may be the path of a file instead."""
 COLUMNS = (
     "index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context",
 )  # fmt: skip
@@ -92,8 +98,8 @@ def surprisals(
     Args:
         model: any language model; it is evaluated without dropout, and may be trained at the same time.
         vocabulary: vocabulary of the model.
-        text: text as a string; or path of a file (.gz, .xz and .zst are unpacked); or binary file opened for reading.
-            The text is encoded like a corpus; characters and words that the vocabulary lacks become `<unk>`.
+        text: text as a string; or path of a file (.gz, .bz2, .xz and .zst are decompressed); or binary file opened for
+            reading. The text is encoded like a corpus; characters and words that the vocabulary lacks become `<unk>`.
         segment: number of tokens T in one step; None: 128, or the model's longest segment if that is shorter. A model
             without memory sees only the segment.
         mem_len: number of memory positions; None: the model's configuration.
@@ -136,11 +142,21 @@ def surprisals(
 
 def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bool | None) -> Iterator[LocatedToken]:
     if isinstance(text, Path):
-        piece = Piece(text)
-        return located_tokens(piece, piece.blocks(), vocabulary, normalise)
+        return located_tokens(Piece(text), _checked(text, Piece(text).blocks()), vocabulary, normalise)
+    if isinstance(text, str) and len(text) <= _LONGEST_PATH and os.path.isfile(text):
+        _logger.warning("note: the text is %r itself; to score the file of this name, give a pathlib.Path", text)
     file = io.BytesIO(utf8(text)) if isinstance(text, str) else text
-    name = "the text" if isinstance(text, str) else str(getattr(file, "name", "the text"))
-    return located_tokens(Piece(Path(name)), iter(lambda: file.read(BLOCK), b""), vocabulary, normalise)
+    path = Path("the text" if isinstance(text, str) else str(getattr(file, "name", "the text")))
+    blocks = _checked(path, iter(lambda: file.read(BLOCK), b""))
+    return located_tokens(Piece(path), blocks, vocabulary, normalise)
+
+
+def _checked(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the blocks of a text; refuse a first block of a format that is no text."""
+    for number, block in enumerate(blocks):
+        if number == 0:
+            refuse_format(path, block)
+        yield block
 
 
 def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:

@@ -166,11 +166,7 @@ class Trainer:
             check_same_model(source, self.run)
         opened: list[Corpus] = []
 
-        def open_and_verify() -> None:
-            opened.append(self._corpus(is_new, source))
-            opened[0].verify()  # the corpus's identity is that of its source text; this verifies the token files
-
-        self.processes.first_does("corpus", open_and_verify)
+        self.processes.first_does("corpus", lambda: opened.append(self._corpus(is_new, source)))
         corpus = opened[0] if opened else self._corpus(is_new, source)
         # Preserve the states of the caller's random generators.
         devices = [self.device] if self.device.startswith("cuda") else []
