@@ -102,8 +102,10 @@ class LaneStream:
         width = min(self._width(position), self.lane_length - 1 - position.offset)
         first = position.offset
         tokens = self._tokens_of(position.epoch)
+        if isinstance(tokens, Tokens):
+            tokens = np.asarray(tokens)  # a view, whose file is checked once for all lanes
         lanes = [
-            np.asarray(tokens[lane * self.lane_length + first : lane * self.lane_length + first + width + 1])
+            tokens[lane * self.lane_length + first : lane * self.lane_length + first + width + 1]
             for lane in range(self.batch_size)
         ]
         block = torch.from_numpy(np.stack(lanes).astype(np.int64))
@@ -247,14 +249,14 @@ class _Rearranged:
         first, end, _ = key.indices(len(self))
         last = int(self._ends[-1]) if len(self._ends) else 0
         number = int(np.searchsorted(self._ends, first, side="right"))
-        pieces = []
+        tokens, pieces = np.asarray(self._tokens), []
         while first < min(end, last):
             begin = int(self._edges[self._order[number]])
             length = int(self._edges[self._order[number] + 1]) - begin
             skip = first - (int(self._ends[number]) - length)
             count = min(length - skip, end - first)
-            pieces.append(np.asarray(self._tokens[begin + skip : begin + skip + count]))
+            pieces.append(tokens[begin + skip : begin + skip + count])
             first, number = first + count, number + 1
         if first < end:
-            pieces.append(np.asarray(self._tokens[first:end]))
-        return np.concatenate(pieces) if pieces else np.asarray(self._tokens[:0])
+            pieces.append(tokens[first:end])
+        return np.concatenate(pieces) if pieces else tokens[:0]

@@ -1,0 +1,157 @@
+"""Prepared corpora that something else has changed: prepared anew with a note, never read as they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import txl
+from txl.cli import main
+from txl.data import prepared
+from txl.data.streams import LaneStream
+from txl.errors import UserError
+
+
+def flip(path: Path, every: int = 40) -> None:
+    """Change one bit in every 40th byte of a file."""
+    content = np.frombuffer(path.read_bytes(), dtype=np.uint8).copy()
+    content[::every] ^= 1
+    path.write_bytes(content.tobytes())
+
+
+@pytest.mark.parametrize("unit", ["byte", "char", "word", "bpe"])
+def test_each_altered_or_missing_file_is_noticed_by_the_next_reader(unit, story, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepared, "_SETTLED", -1)  # the stamps of the verified files are stored at once
+    config = txl.config.DataConfig(vocab_size=300)
+    corpus = txl.open_corpus(str(story), unit, config=config, data_dir=tmp_path, quiet=True)
+    info = corpus.info()
+    files = {path.name: path.read_bytes() for path in corpus.directory.iterdir()}
+    texts = set() if unit == "byte" else {"valid.text", "test.text"}
+    expected = {"train.tokens", "valid.tokens", "test.tokens", "vocabulary.json", "meta.json", "verified.json", *texts}
+    assert set(files) == expected
+    for name in sorted(expected - {"verified.json"}):
+        for damage in (flip, lambda path: path.write_bytes(path.read_bytes()[:-1]), Path.unlink):
+            damage(corpus.directory / name)
+            again = txl.open_corpus(str(story), unit, config=config, data_dir=tmp_path)
+            said = capsys.readouterr().err.splitlines()[0]
+            assert said.startswith("note: ")
+            assert said.endswith(f"; preparing {story} anew")
+            assert again.info() == info
+            assert (corpus.directory / name).read_bytes() == files[name]
+
+
+def test_no_value_of_the_record_can_be_altered(story, tmp_path, capsys):
+    corpus = txl.open_corpus(str(story), "word", data_dir=tmp_path, quiet=True)
+    info, path = corpus.info(), corpus.directory / "meta.json"
+    record = json.loads(path.read_text())
+
+    def places(value, at=()):
+        yield at
+        for key, inner in value.items() if isinstance(value, dict) else ():
+            yield from places(inner, (*at, key))
+
+    def altered(at, new):
+        if not at:
+            return new
+        values = json.loads(json.dumps(record))
+        inner = values
+        for key in at[:-1]:
+            inner = inner[key]
+        if new is ...:
+            del inner[at[-1]]
+        else:
+            inner[at[-1]] = new
+        return values
+
+    tried = 0
+    for at in places(record):
+        for new in (..., None, 7, -1.5, math.nan, math.inf, "x", True, [], {}, [1], {"a": 1}, 10**400, at):
+            if (new is ... and not at) or (text := json.dumps(altered(at, new))) == json.dumps(record):
+                continue
+            path.write_text(text)
+            with pytest.raises(UserError, match="damaged|not JSON"):
+                prepared.Corpus(corpus.directory)
+            tried += 1
+    assert tried > 300
+    path.write_text("[" * 100_000)
+    assert txl.open_corpus(str(story), "word", data_dir=tmp_path).info() == info
+    assert "meta.json: not JSON" in capsys.readouterr().err
+
+
+def test_unchanged_files_are_read_for_verification_once(story, tmp_path, monkeypatch):
+    hashed: list[Path] = []
+    real = prepared.file_sha256
+    monkeypatch.setattr(prepared, "file_sha256", lambda path: (hashed.append(path), real(path))[1])
+
+    def opened() -> int:
+        hashed.clear()
+        txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+        return len(hashed)
+
+    assert opened() == 5  # three token files and two texts
+    assert opened() == 5, "a change so soon after the last one may not show in the times"
+    later = time.time() + 60
+    monkeypatch.setattr(prepared.time, "time", lambda: later)
+    assert [opened() for _ in range(3)] == [5, 0, 0]
+    folder = next(tmp_path.iterdir())
+    for damage in (b"", b"[]", b'{"meta.json": NaN}', b"[" * 100_000):
+        (folder / "verified.json").write_bytes(damage)
+        assert [opened() for _ in range(2)] == [5, 0]
+    (folder / "test.text").touch()
+    assert [opened() for _ in range(2)] == [5, 0]
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_dead_process(story, tmp_path):
+    corpus = txl.open_corpus(str(story), "byte", data_dir=tmp_path, quiet=True)
+    tokens = corpus.tokens("train")
+    stream = LaneStream(tokens, 4, 8)
+    position = stream.read(stream.start()).next
+    (corpus.directory / "train.tokens").unlink()
+    stream.read(position)  # still there for those that have it open
+    corpus = txl.open_corpus(str(story), "byte", data_dir=tmp_path, quiet=True)
+    tokens = corpus.tokens("train")
+    stream = LaneStream(tokens, 4, 8)
+    with open(corpus.directory / "train.tokens", "r+b") as file:
+        file.truncate(10)
+    for read in (lambda: stream.read(position), lambda: np.asarray(tokens), lambda: list(tokens)):
+        with pytest.raises(UserError, match=r"train\.tokens: cut off at 10 bytes by another program"):
+            read()
+
+
+def untimed(values: dict) -> dict:
+    return {name: value for name, value in values.items() if "second" not in name}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("eval",),
+        ("eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.001", "--max-tokens", "200"),
+        ("cache", "--size", "20", "--thetas", "0.3", "--lambdas", "0.1", "--max-tokens", "200"),
+        ("recl", "--longest", "20", "--step", "10", "--targets", "20"),
+        ("attention",),
+    ],
+)
+def test_commands_that_evaluate_never_read_an_altered_corpus(command, trained, tmp_path, capsys):
+    name, *options = command
+    words = [name, str(trained), "--data-dir", str(tmp_path), "--device", "cpu", *options]
+
+    def figures():
+        status = main([*words, "--json"])
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        return json.loads(said.out, object_hook=untimed)
+
+    before = figures()
+    for path in tmp_path.glob("*/*.tokens"):
+        flip(path)
+    assert figures() == before
+    for path in tmp_path.glob("*/*.tokens"):
+        flip(path)
+    assert main(words) == 0
+    assert "altered since it was prepared; preparing" in capsys.readouterr().err
