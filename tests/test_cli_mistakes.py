@@ -360,9 +360,9 @@ def test_mistakes_in_the_text(refused, tmp_path, data_dir):
     text.write_bytes(b"short\n" * 9)
     assert "train split has 48 tokens: 16 lanes of 3, but a segment of 128 needs lanes of 129" in train(text)
     text.write_bytes(b"word " * 9000 + b"\xff")
-    assert "not UTF-8 (byte 0xFF at offset 45000)" in train(text, "--data.unit", "word")
+    assert "not UTF-8 (byte 0xFF at offset 45000, line 1)" in train(text, "--data.unit", "word")
     text.write_bytes(b"word " * 9000 + b"\x00")
-    assert "binary (a NUL byte at offset 45000)" in train(text, "--data.unit", "char")
+    assert "binary (a NUL byte at offset 45000, line 1)" in train(text, "--data.unit", "char")
 
 
 def test_out_that_cannot_be_used(refused, trained, story, tmp_path, data_dir):

@@ -342,7 +342,7 @@ def reasons(
         given: names of the user's options.
     """
     facts, run = text.facts, choice.run
-    script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text"
+    script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text (see txl data info)"
     unit = {"bpe": f"a BPE vocabulary of {text.vocab_size:,}", "byte": "bytes", "char": "characters"}[run.data.unit]
     per_token = f", {facts.bytes / text.train_tokens:.2f} bytes per token" if run.data.unit == "bpe" else ""
     why = ""
