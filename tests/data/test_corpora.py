@@ -65,7 +65,9 @@ def test_a_folder_is_its_files_in_order_and_named_splits_are_used(tmp_path):
 @pytest.mark.parametrize("ending", [".gz", ".bz2", ".xz", ".zst"])
 def test_compressed_files_read_like_plain_ones(ending, tmp_path, data_dir):
     content = b"".join(b"line %d of the log\n" % number for number in range(300))
-    compressed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[ending](content)
+    compressed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}[ending](
+        content
+    )
     path = tmp_path / f"log.txt{ending}"
     path.write_bytes(compressed)
     plain = tmp_path / "log.txt"

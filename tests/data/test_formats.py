@@ -24,7 +24,6 @@ from txl.cli import main
 from txl.data.facts import text_facts
 from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
-from txl.runs.directory import RunDirectory
 
 TEXT = "The river ran by the mill; it turned the wheel — day and night.\n" * 2000
 
@@ -101,7 +100,8 @@ def test_a_file_that_is_no_text_is_refused_by_name_wherever_a_text_is_read(what,
 
 
 def test_the_library_refuses_them_too(trained, tmp_path):
-    model, vocabulary = RunDirectory(trained).load(RunDirectory(trained).checkpoint(None), device="cpu")
+    model, vocabulary = txl.load(trained, device="cpu")
+    assert vocabulary is not None
     (tmp_path / "novel.txt").write_bytes(FORMATS["a PDF"])
     with pytest.raises(UserError, match=r"novel\.txt: a PDF"):
         list(surprisals(model, vocabulary, tmp_path / "novel.txt"))
@@ -193,7 +193,8 @@ def test_json_lines_are_noted(unit, tmp_path):
 
 
 def test_a_text_that_is_the_name_of_a_file_is_noted(trained, tmp_path, monkeypatch, caplog):
-    model, vocabulary = RunDirectory(trained).load(RunDirectory(trained).checkpoint(None), device="cpu")
+    model, vocabulary = txl.load(trained, device="cpu")
+    assert vocabulary is not None
     monkeypatch.chdir(tmp_path)
     list(surprisals(model, vocabulary, "article.txt"))
     assert caplog.messages == []
