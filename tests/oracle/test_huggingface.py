@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
+import types
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import txl
 from txl.errors import UserError
 from txl.generation.text import Sampling
 from txl.interop.import_run import import_run, read_source
+from txl.interop.vocabularies import read_vocabulary
 
 transformers = pytest.importorskip("transformers", reason="make oracle installs transformers 4.37.2 for these tests")
 if transformers.__version__ != "4.37.2":
@@ -26,7 +29,10 @@ if transformers.__version__ != "4.37.2":
 
 from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
     TransfoXLConfig,
+    TransfoXLForSequenceClassification,
     TransfoXLLMHeadModel,
+    TransfoXLModel,
+    TransfoXLTokenizer,
 )
 
 VOCABULARY, LANES, SEGMENT, SEGMENTS = 50, 3, 7, 5
@@ -198,3 +204,91 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"no weights there; expected model.safetensors or pytorch_model.bin"):
         read_source(folder)
+
+
+TEXT = "the cat sat on the mat . <formula> the dog saw strange things and the cat"
+
+
+def saved_tokenizer(folder: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]) -> Any:
+    """Return a tokenizer that the library read, extended and saved: the words, `<formula>`, `more`."""
+    monkeypatch.setenv("TRUST_REMOTE_CODE", "True")  # or the library refuses to read its own pickle
+    words = ["<eos>", "<unk>", *sorted(set(TEXT.split()) - {"<formula>", "strange", "things"})]
+    attributes = {
+        "counter": Counter(words), "special": ["<eos>"], "min_freq": 0, "max_size": None, "lower_case": False,
+        "delimiter": None, "vocab_file": None, "idx2sym": words, "unk_idx": 1,
+        "sym2idx": OrderedDict((word, number) for number, word in enumerate(words)),
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "vocab.pkl").write_bytes(pickle.dumps(attributes))
+    tokenizer = TransfoXLTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(more)
+    tokenizer.save_pretrained(folder)
+    return TransfoXLTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["vocab.pkl", "vocab.bin"])
+def test_a_directory_with_the_library_s_own_tokenizer_gives_its_ids_and_losses(kind, tmp_path, monkeypatch):
+    tokenizer = saved_tokenizer(tmp_path / "theirs", monkeypatch, ["<sep>", "new_word"])
+    assert tokenizer.added_tokens_encoder["<formula>"] == len(tokenizer) - 3
+    torch.manual_seed(0)
+    model = TransfoXLLMHeadModel(TransfoXLConfig(**(BASE | {"vocab_size": len(tokenizer)}))).eval()
+    save(model, tmp_path / "theirs", True)
+    if kind == "vocab.bin":  # as versions 2 and 3 saved the same attributes
+        with open(tmp_path / "theirs" / "vocab.pkl", "rb") as file:
+            torch.save(pickle.load(file), tmp_path / "theirs" / "vocab.bin")
+        (tmp_path / "theirs" / "vocab.pkl").unlink()
+    _, notes = import_run(tmp_path / "theirs", tmp_path / "ours")
+    assert notes == []
+    ours, vocabulary = txl.load(tmp_path / "ours")
+    assert vocabulary is not None
+    assert len(vocabulary) == len(tokenizer)
+    text = TEXT + " new_word <sep> <eos> on"
+    ids = tokenizer(text)["input_ids"]
+    assert ids.count(tokenizer.unk_token_id) == 2
+    assert vocabulary.encode(text).tolist() == ids
+    assert [vocabulary.decode([each]).strip() or "<eos>" for each in ids] == tokenizer.convert_ids_to_tokens(ids)
+    tokens = torch.tensor([ids])
+    with torch.inference_mode():
+        found, _ = ours.nll(tokens[:, :-1], tokens[:, 1:], ours.init_state(1))
+        expected, _ = their_log_probs(model, tokens[:, :-1], [each[:, :1] for each in cold(model)])
+    expected = -expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_added_tokens_without_weights_are_noted(tmp_path, monkeypatch):
+    """The class adds `<formula>` by itself, also to the tokenizer of a model that has no row for it."""
+    tokenizer = saved_tokenizer(tmp_path / "theirs", monkeypatch, [])
+    save(
+        TransfoXLLMHeadModel(TransfoXLConfig(**(BASE | {"vocab_size": len(tokenizer) - 1}))), tmp_path / "theirs", True
+    )
+    _, notes = import_run(tmp_path / "theirs", tmp_path / "ours")
+    assert notes == ["added tokens for which the model has no weights are left out: <formula>"]
+    assert len(txl.load(tmp_path / "ours")[1] or ()) == len(tokenizer) - 1
+
+
+@pytest.mark.parametrize("kind", [TransfoXLModel, TransfoXLForSequenceClassification])
+def test_models_without_an_output_layer_are_refused_for_that_reason(kind, tmp_path):
+    folder = save(kind(TransfoXLConfig(**BASE)), tmp_path / "theirs", True)
+    with pytest.raises(UserError, match=f"Hugging Face's {kind.__name__}: the output layer is missing"):
+        import_run(folder, tmp_path / "ours")
+
+
+def test_nvidia_s_vocabulary_of_a_gpt2_tokenizer_gives_its_ids(tmp_path, monkeypatch):
+    from txl.data.vocabulary import byte_symbols
+
+    merges = ["t h", "th e", "\u0120 the", "c a", "ca t", "\u0120 cat", "i s", "\u0120 is"]
+    tokens = [*byte_symbols(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(merges) + "\n")
+    tokenizer = transformers.GPT2Tokenizer(tmp_path / "vocab.json", tmp_path / "merges.txt")
+    module = types.ModuleType("vocabulary")
+    vocab_class = type("OpenAIVocab", (), {"__module__": "vocabulary"})
+    module.OpenAIVocab = vocab_class  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "vocabulary", module)
+    vocab: Any = vocab_class()
+    vars(vocab).update(tokenizer=tokenizer, EOT=tokenizer.eos_token_id, max_size=None)
+    torch.save({"vocab": vocab}, tmp_path / "cache.pt")
+    vocabulary = read_vocabulary(tmp_path / "cache.pt")
+    for text in ("the cat is the cat's, isn't it?", "  the\n\ncat  1999 - \u00e9t\u00e9 \u4e16\u754c", "catthe is"):
+        assert vocabulary.encode(text).tolist() == tokenizer.encode(text)
+        assert vocabulary.decode(tokenizer.encode(text)) == text
