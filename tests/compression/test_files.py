@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import math
 import random
 import re
@@ -242,6 +243,10 @@ def changed(file: bytes, **values: Any) -> bytes:
         ({"block": 1 << 40}, "header"),
         ({"lengths": {"other": 1}}, "header"),
         ({"lengths": {"mem_len": "x"}}, "mem_len 'x'"),
+        ({"lengths": {"mem_len": 10**30, "window": "none"}}, "damaged: its header"),
+        ({"lengths": {"mem_len": 2**60, "window": "none"}}, "mem_len is 1152921504606846976; expected"),
+        ({"lengths": {"mem_len": 20, "clamp_len": 2**60}}, "clamp_len is 1152921504606846976; expected"),
+        ({"lengths": {"window": json.loads("[" * 80 + "]" * 80)}}, "damaged: its header"),
         ({"dynamic": {}}, "dynamic.adaptation is missing"),
     ],
 )

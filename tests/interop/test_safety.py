@@ -388,8 +388,14 @@ def hanging(tmp_path: Path) -> list[str]:
         program += b"cmem_transformer\nM\n)\x81}X\x08\x00\x00\x00_modules}(" + inner + b"usbq" + bytes([level + 1])
     files["modules"] = tmp_path / "modules.pt"
     files["modules"].write_bytes(program + b".")
-    os.mkfifo(tmp_path / "pipe.pt")
-    return [*map(str, files.values()), str(tmp_path / "pipe.pt")]
+    for name in ("pipe.pt", "config/config.json", "part/part.safetensors"):
+        files[name] = (tmp_path / name).parent if "/" in name else tmp_path / name
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(tmp_path / name)
+    (files["part/part.safetensors"] / "config.json").write_text('{"model_type": "transfo-xl"}')
+    index = files["part/part.safetensors"] / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"a": "part.safetensors"}}')
+    return [*map(str, files.values())]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")

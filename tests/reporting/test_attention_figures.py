@@ -13,6 +13,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from tests.reporting.fake_run import begun
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
@@ -27,6 +28,7 @@ from txl.reporting.attention_page import (
     save_figures,
 )
 from txl.reporting.context_figures import gains_plot
+from txl.reporting.report import write_report
 from txl.reporting.style import LIGHT, STYLE
 
 N_KEY = 40
@@ -62,6 +64,17 @@ def a_record(n_row=4, min_keys=N_KEY, texts=None, marked=(), following=" risk", 
         "terms": {},
         "positions": [position],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["settings", "heads", "even", "farthest", "terms", "positions"])
+def test_a_record_changed_by_hand_leaves_the_rest_of_the_report(name, tmp_path):
+    run = begun(tmp_path / "run")
+    (run.path / "attention").mkdir()
+    for value in ([], {"x": 1}, 5):
+        if value != a_record()[name]:
+            (run.path / "attention" / "attention.json").write_text(json.dumps(a_record() | {name: value}))
+            page = write_report(run.path).read_text(encoding="utf-8")
+            assert "Hardware, software, commands" in page
 
 
 def drawn(draw, size=(7.6, 3.6)):

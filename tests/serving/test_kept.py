@@ -75,6 +75,7 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
         ("characters", 2**62),
         ("created", math.inf),
         ("created", 1e300),
+        ("other", json.loads("[" * 100 + "]" * 100)),
     )
     for name, value in forged_values:
         about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}

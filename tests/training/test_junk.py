@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
 import shutil
 from contextlib import suppress
 
@@ -20,6 +22,7 @@ from txl.reporting.report import write_report
 from txl.runs import checkpoints
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
+from txl.training.state import Counters
 from txl.training.trainer import Trainer
 
 FILES = (
@@ -159,6 +162,14 @@ def test_every_flipped_bit_is_noticed_or_harmless(name, run_copy, story, data_di
             path.write_bytes(original)
         assert name == "config.json" or RunDirectory(run_copy).config() == config
         assert all(bool((tensor == weights[key]).all()) for key, tensor in model.state_dict().items()), bit
+
+
+@pytest.mark.parametrize("value", [math.nan, "x", [{}], 0.5, 2**63])
+def test_counters_of_another_type_are_refused(value):
+    for name in ("step", "best_step", "scheduled_step", "validation_losses", "validation_due", "watch"):
+        with pytest.raises(UserError, match=f"progress.{name}"):
+            Counters.from_dict(dataclasses.asdict(Counters()) | {name: value})
+    assert Counters.from_dict(dataclasses.asdict(Counters(best_nll=math.nan, validation_losses=[1.0]))).step == 0
 
 
 @given(junk=st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))

@@ -215,7 +215,10 @@ def _attention(run_directory: RunDirectory) -> str:
     try:
         return attention_section(read_record(path))
     except UserError as error:
-        return section("Where the heads look", note(str(error), "warning"))
+        problem = str(error)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # a record changed by hand
+        problem = f"{path}: damaged; run txl attention again"
+    return section("Where the heads look", note(problem, "warning"))
 
 
 def _samples(found: Findings, name: str) -> str:

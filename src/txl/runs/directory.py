@@ -323,7 +323,7 @@ def of_today(config: JsonObject) -> JsonObject:
     if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
         return config
     data = {**data, "word_rule": None}
-    is_own = data.get("corpus") not in BENCHMARKS and data.get("unit") != "byte"
+    is_own = str(data.get("corpus")) not in BENCHMARKS and data.get("unit") != "byte"
     if is_own:
         data["normalise"] = False
     if is_own and data.get("unit") == "word":
