@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import txl
 from tests.conftest import small_run
 from txl.cli import main
 from txl.errors import UserError
-from txl.files import file_sha256, parsed_json, read_json, remove_partials, replacing, write_whole
+from txl.files import absolute, file_sha256, parsed_json, read_json, remove_partials, replacing, write_whole
 from txl.interop.export_run import export_run
 
 
@@ -148,3 +150,20 @@ def test_a_run_and_its_export_have_the_permissions_of_any_new_file(umask, story,
     for each in made:
         expected = (0o777 if each.is_dir() else 0o666) & ~umask
         assert stat.S_IMODE(each.stat().st_mode) == expected, each
+
+
+def test_a_current_directory_that_has_been_removed_is_named(tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    said = "the current directory has been removed; change to another one"
+    for path in ("./t.txt", "../t.txt", "texts/*.txt"):
+        with pytest.raises(UserError, match=said):
+            txl.open_corpus(path, data_dir=tmp_path)
+    assert absolute(str(tmp_path)) == str(tmp_path)
+    assert main(["presets"]) == 2
+    assert capsys.readouterr().err == f"txl: error: {said} (cd ~)\n"
+    # As a process: PyTorch's libraries end a process that has no current directory.
+    ended = subprocess.run([sys.executable, "-m", "txl", "eval", "x"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (2, f"txl: error: {said} (cd ~)\n")

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import txl
 from txl.commands.options import bounded_int
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, UserError, did_you_mean, is_out_of_memory
-from txl.files import is_full
+from txl.files import check_current_directory, is_full
 
 COMMANDS = {
     "start": ("demo", "presets", "data"),
@@ -267,6 +267,7 @@ def _run(argv: Sequence[str] | None) -> int:
             stream.reconfigure(errors="replace")  # characters that the terminal cannot encode must not end a command
     arguments = argparse.Namespace()
     try:
+        check_current_directory()
         arguments = build_parser().parse_args(argv)
         arguments.run(arguments)
         sys.stdout.flush()

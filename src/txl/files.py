@@ -57,12 +57,26 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def absolute(path: str) -> str:
-    """Return the absolute path; `..` behind a link leads to the parent of what the link names, as in the system."""
+    """Return the absolute path; `..` behind a link leads to the parent of what the link names, as in the system.
+
+    Raises:
+        UserError: if the path is relative, and the current directory has been removed.
+    """
+    if not os.path.isabs(path):
+        check_current_directory()
     parts = Path(path).parts
     if ".." not in parts:
         return os.path.abspath(path)
     last = len(parts) - parts[::-1].index("..")
     return os.path.join(os.path.realpath(os.path.join(*parts[:last])), *parts[last:])
+
+
+def check_current_directory() -> None:
+    """Refuse a current directory that has been removed; nothing can be read or written there."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError("the current directory has been removed; change to another one (cd ~)") from None
 
 
 def check_utf8(out: Path) -> None:

@@ -289,6 +289,35 @@ def test_commands_refuse_settings_without_use(words, story, data_dir, capsys):
     assert "is set, but" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--word-rule", "--data.word-rule", "--data.word_rule"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("data", "info", "{story}"),
+        ("train", "stdlib-tiny", "--corpus", "{story}", "--dry-run"),
+        ("reproduce", "table6", "--corpus", "{story}", "--dry-run"),
+        ("eval", "{trained}", "--corpus", "{story}"),
+    ],
+)
+def test_settings_of_the_text_have_two_spellings_in_every_command(words, option, story, trained, data_dir, capsys):
+    from txl.cli import main
+
+    words = [word.format(story=story, trained=trained) for word in words]
+    assert main([*words, option, "nonsense", "--data-dir", str(data_dir)]) == 2
+    assert capsys.readouterr().err.startswith("txl: error: --data.word-rule is 'nonsense'; expected")
+
+
+def test_a_setting_changes_a_corpus_whatever_its_spelling(story, data_dir, capsys):
+    from txl.cli import main
+
+    sizes = set()
+    for option in ("--max-words", "--data.max-words"):
+        given = ["--unit", "word", option, "7", "--json", "--data-dir", str(data_dir)]
+        assert main(["data", "info", str(story), *given]) == 0
+        sizes.add(json.loads(capsys.readouterr().out)["vocabulary_size"])
+    assert sizes == {9}  # with <eos> and <unk>
+
+
 def test_sigterm_while_a_text_is_prepared_leaves_nothing(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("abcd " * 1000)

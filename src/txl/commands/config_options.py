@@ -32,25 +32,31 @@ def add_config_options(
     short: Sequence[str] = (),
     first: argparse._ArgumentGroup | None = None,
     help_fields: Collection[str] = (),
+    omitted: Collection[str] = (),
 ) -> None:
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
+
+    Fields of the text also have a short form, ``--word-rule`` for ``data.word_rule``, unless the command itself has an
+    option or an argument of this name.
 
     Args:
         parser: parser that gets the options, in one group for each section and each class of models.
         sections: sections to add: model, data, train, eval.
         help_of: family of models whose options the help shows. Empty: the family of the preset, if one precedes
             --help, else all families.
-        short: fields that also have a short form, ``--mem-len`` for ``model.mem_len``.
+        short: other fields with a short form, ``--mem-len`` for ``model.mem_len``; these fields come first.
         first: group for the fields in `short`, instead of the group of their section.
         help_fields: fields of the model that the help shows; empty: all of the family.
+        omitted: fields without an option.
     """
     groups: dict[str, Any] = {}
     for option in sorted(options(), key=lambda each: _place(each.name, short)):
         section, _, field = option.name.partition(".")
-        if section not in sections:
+        if section not in sections or option.name in omitted:
             continue
         title = f"{section}.*, {option.owner.title}" if option.owner else _TITLES[section]
-        spellings = [option.name, *([field] if option.name in short else [])]
+        is_free = field not in {action.dest for action in parser._actions}
+        spellings = [option.name, *([field] if option.name in short or (section == "data" and is_free) else [])]
         flags = [f"--{name.replace('_', '-')}" for name in reversed(spellings)]
         flags += [f"--{option.name}"] if "_" in option.name else []
         switch: dict[str, Any] = (

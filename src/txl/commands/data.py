@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import textwrap
-import typing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from txl.commands.config_options import add_config_options, config_options, data_config
 from txl.commands.options import add_data_dir, add_json
 from txl.commands.output import print_json
-from txl.config import DataConfig, RunConfig, parse_value, placeholder, validate
+from txl.config import DataConfig, RunConfig, validate
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
@@ -34,12 +33,7 @@ def add_parser(commands: Subparsers) -> None:
     ):
         each = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
         each.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
-        hints = typing.get_type_hints(DataConfig)
-        for field in dataclasses.fields(DataConfig):
-            if field.name != "corpus":
-                option = f"--{field.name.replace('_', '-')}"
-                switch: dict[str, Any] = {"nargs": "?", "const": "true"} if hints[field.name] is bool else {}
-                each.add_argument(option, metavar=placeholder(hints[field.name]), help=field.metadata["help"], **switch)
+        add_config_options(each, ("data",), omitted=("data.corpus",))
         add_data_dir(each)
         add_json(each)
         each.set_defaults(run=run_open)
@@ -51,25 +45,13 @@ def add_parser(commands: Subparsers) -> None:
 
 def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus, prepare it if necessary, and print its counts, notes and identity."""
-    from txl.data.corpora import absolute_path, natural_unit, open_corpus, refuse_unused
+    from txl.data.corpora import natural_unit, open_corpus, refuse_unused
 
-    hints = typing.get_type_hints(DataConfig)
-    given = {
-        name: parse_value(hint, getattr(arguments, name), f"--{name.replace('_', '-')}")
-        for name, hint in hints.items()
-        if getattr(arguments, name, None) is not None
-    }
-    config = RunConfig(data=DataConfig(**given))
-    validate(config)
-    data = dataclasses.replace(config.data, corpus=arguments.name, unit=given.get("unit", natural_unit(arguments.name)))
-    refuse_unused(data, [f"data.{name}" for name in given])
-    corpus = open_corpus(
-        absolute_path(arguments.name),
-        data.unit,
-        config=data,
-        data_dir=arguments.data_dir,
-        quiet=arguments.json,
-    )
+    given = config_options(arguments)
+    data = data_config(arguments, DataConfig(corpus=arguments.name, unit=natural_unit(arguments.name)))
+    validate(RunConfig(data=data))
+    refuse_unused(data, given)
+    corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json)
     info = corpus.info()
     if arguments.json:
         print_json(info)

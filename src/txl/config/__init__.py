@@ -45,7 +45,7 @@ from txl.config.sections import (
     validate_temperature,
 )
 from txl.config.transformer_xl import AttentionName, TransformerXLConfig
-from txl.config.values import FieldValues, choices_of, parse_value, placeholder, shown, whole_number
+from txl.config.values import FieldValues, choices_of, placeholder, shown, whole_number
 from txl.config.vanilla import VanillaConfig
 
 __all__ = [
@@ -84,7 +84,6 @@ __all__ = [
     "model_from_dict",
     "model_with",
     "options",
-    "parse_value",
     "parsed_options",
     "placeholder",
     "same_length",

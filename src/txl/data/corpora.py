@@ -223,7 +223,7 @@ def absolute_path(corpus: str) -> str:
             return corpus  # an unknown name: error messages quote it as typed
     if os.path.exists(corpus) or not glob.has_magic(corpus):
         return absolute(corpus)
-    return os.path.join(glob.escape(os.getcwd()), corpus)
+    return os.path.join(glob.escape(absolute(".")), corpus)
 
 
 def is_named(corpus: str) -> bool:

@@ -51,7 +51,7 @@ def fetch(
             failures.append(str(error))
     raise UserError(
         f"cannot download: {'; '.join(failures)}; try again later, or fetch the files yourself and give their folder "
-        f"with --source (--data.source in txl train and txl eval)"
+        f"with --source"
     )
 
 

@@ -217,7 +217,7 @@ class PublicCorpus:
         where = self.source if self.source is not None else "the download"
         text = "; ".join(differences)
         if self.verify:
-            hint = "for your own text in this layout, set --verify false (--data.verify in txl train)"
+            hint = "for your own text in this layout, set --verify false"
             raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{f'; {hint}' if self.source else ''}")
         say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
 
