@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 import sys
 import types
@@ -22,7 +23,7 @@ from txl.cli import main
 from txl.data.vocabulary import byte_symbols
 from txl.errors import UserError
 from txl.interop.import_run import import_run
-from txl.interop.vocabularies import vocabulary_from
+from txl.interop.vocabularies import read_vocabulary, vocabulary_from
 
 WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(27))]
 """Words of `model_files`, which has as many rows."""
@@ -109,6 +110,20 @@ def test_the_tokenizer_that_transformers_saved_gives_the_vocabulary_with_its_add
     vocabulary = txl.load(tmp_path / "ours")[1]
     assert vocabulary is not None
     assert vocabulary.encode("w3 <formula> strange <other> w24").tolist() == [5, 27, 1, 28, 26]
+
+
+def test_flipped_bytes_of_a_tokenizer_lead_to_our_own_errors_only(known, tmp_path):
+    content, generator, refused = pickle.dumps(attributes_of_tokenizer(known, WORDS)), random.Random(0), 0
+    for _ in range(500):
+        changed = bytearray(content)
+        for _ in range(generator.choice((1, 1, 3, 20))):
+            changed[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
+        (tmp_path / "vocab.pkl").write_bytes(changed)
+        try:
+            read_vocabulary(tmp_path / "vocab.pkl")
+        except UserError:
+            refused += 1
+    assert 100 < refused < 500
 
 
 def test_added_tokens_whose_ids_do_not_follow_the_vocabulary_are_refused(known, tmp_path):
