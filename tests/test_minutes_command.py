@@ -112,6 +112,15 @@ def test_a_text_whose_byte_pairs_would_take_too_long_is_read_in_bytes(
     assert asked == [1024, 300]
 
 
+def test_words_are_chosen_for_like_other_units(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert train("--minutes", "1", "--unit", "word") == 0
+    said, run = capsys.readouterr().err, RunDirectory(tmp_path / "run").config()
+    assert ": 6 words, " in said
+    assert " bytes per token, prepared in" in said
+    assert FEWEST_STEPS <= run.train.steps <= 60 * AIM / 2
+    assert (run.name, run.data.unit) == ("1-minutes", "word")
+
+
 def test_the_same_command_goes_on_without_choosing_again(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -172,7 +181,6 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--train.steps", "100"], "--minutes determines the steps"),
         (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
         (["--minutes", "5", "--extend"], "--extend and --minutes"),
-        (["--minutes", "5", "--data.unit", "word"], "--data.unit word"),
         (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
         (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
         (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: --minutes supports"),

@@ -194,11 +194,9 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
             option = "--" + flag.replace("_", "-")
             raise UserError(f"{option} and --minutes were both given, but {option} needs a configuration: name it")
     model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
-    is_supported = chosen_family(model) is TransformerXLConfig
-    if not is_supported or given.get("data.unit") == "word":
-        named = ["data.unit"] if is_supported else [f"model.{name}" for name in _FAMILY_FIELDS if name in model]
-        what = " ".join(f"--{name} {given[name]}" for name in named)
-        raise UserError(f"{what}: --minutes supports the units byte, char and bpe in a transformer-xl; choose a preset")
+    if chosen_family(model) is not TransformerXLConfig:
+        what = " ".join(f"--model.{name} {model[name]}" for name in _FAMILY_FIELDS if name in model)
+        raise UserError(f"{what}: --minutes supports transformer-xl alone; choose a preset")
     if "data.corpus" not in given:
         raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
 

@@ -312,8 +312,8 @@ class TrainConfig(OnlyFields):
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
     planned_minutes: float | None = setting(
         None,
-        "planned minutes of training and its evaluations; a note is printed when it will take a tenth longer; none: no "
-        "note",
+        "planned minutes of training and its evaluations. If they will take a tenth longer, a run of --minutes gets "
+        "fewer steps, and other runs print a note; none: neither",
         above=0,
         expected="minutes above 0, or none",
         may_change=True,

@@ -343,8 +343,10 @@ def reasons(
     """
     facts, run = text.facts, choice.run
     script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text (see txl data info)"
-    unit = {"bpe": f"a BPE vocabulary of {text.vocab_size:,}", "byte": "bytes", "char": "characters"}[run.data.unit]
-    per_token = f", {facts.bytes / text.train_tokens:.2f} bytes per token" if run.data.unit == "bpe" else ""
+    size = f"{text.vocab_size:,}"
+    units = {"byte": "bytes", "char": "characters", "bpe": f"a BPE vocabulary of {size}", "word": f"{size} words"}
+    unit, per_token = units[run.data.unit], f", {facts.bytes / text.train_tokens:.2f} bytes per token"
+    per_token = per_token if run.data.unit in ("bpe", "word") else ""
     why = ""
     if run.data.unit == "byte" and facts.is_text and "data.unit" not in given:
         why = " (BPE would take too long to prepare)"

@@ -136,7 +136,7 @@ class StartEvent(LogEvent):
 
 
 class ExtendEvent(LogEvent):
-    """The number of steps of a run is increased."""
+    """The number of steps of a run changes: more by `--extend`, or fewer (or as many as first) to end in time."""
 
     from_steps: int
     to_steps: int

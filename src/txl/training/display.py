@@ -118,6 +118,12 @@ class Display:
         except OSError:
             self.quiet = True
 
+    def set_steps(self, steps: int) -> None:
+        """Change the number of steps of the run."""
+        self._steps = steps
+        if self._live:
+            self._bar.update(self._task, total=steps)
+
     def show(self, reading: Reading) -> None:
         """Show the reading of a step in the live panel, if there is one."""
         self._reading = reading

@@ -16,6 +16,7 @@ from txl.config import TrainConfig
 from txl.data.streams import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
+from txl.presets.minutes import is_run_name
 from txl.runs.events import EventName
 from txl.training.averaging import WeightAverage
 from txl.training.compilation import CapturedStep
@@ -31,8 +32,9 @@ from txl.training.step import StepAbandoned, StepInputs, StepResult, skips_on_de
 from txl.training.validation import ValidationStopped, evaluate_in_training
 from txl.units import duration_text
 
-_LATE, _PACE_SHOWS = 1.1, 0.05
-"""Factor of `train.planned_minutes` above which a run is late; share of the steps before the pace is reliable."""
+_EARLY, _LATE, _PACE_SHOWS = 0.9, 1.1, 0.05
+"""Factors of `train.planned_minutes` beyond which a run is early or late; share of the steps before the pace is
+reliable."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,9 @@ class TrainingLoop:
                 self._report_late(reading, pace)
                 pace.new_line(counters.tokens_read)
             self._evaluate_and_save(step, is_last)
+            if counters.scheduled_step == step and not is_last:
+                counters.seconds += pace.tick()
+                self._end_in_time(pace)
             if self._converged():
                 self._log(reading)
                 self.saver.save(self.state, required=True)
@@ -176,6 +181,8 @@ class TrainingLoop:
         train = self.setup.run.train
         if train.planned_minutes is None or self._told_late or pace.steps < _PACE_SHOWS * train.steps:
             return
+        if self._can_end_in_time:
+            return
         planned, end = 60 * train.planned_minutes, reading.elapsed + reading.seconds_left
         if end > _LATE * planned:
             self._told_late = True
@@ -183,6 +190,46 @@ class TrainingLoop:
                 f"note: this machine is slower than when the run was planned: training will take {duration_text(end)} "
                 f"instead of {duration_text(planned)}"
             )
+
+    @property
+    def _can_end_in_time(self) -> bool:
+        """True if `--minutes` chose the run, and nothing but the learning rate depends on its number of steps."""
+        train = self.setup.run.train
+        is_planned = is_run_name(self.setup.run.name) and train.planned_minutes is not None
+        return is_planned and train.checkpoint_every > 0 and not train.averages and train.patience is None
+
+    def _end_in_time(self, pace: Pace) -> None:
+        """Change the number of steps, after a scheduled checkpoint, if the run would end a tenth too late or too early.
+
+        It never gets more steps than it began with. The checkpoint is complete before config.json has the new number,
+        so that a resumed run makes each step with the same number as before.
+        """
+        setup, counters, train = self.setup, self.state.counters, self.setup.run.train
+        if train.planned_minutes is None or not self._can_end_in_time or pace.steps < _PACE_SHOWS * train.steps:
+            return
+        planned, step, before, started = (
+            60 * train.planned_minutes,
+            counters.step,
+            train.steps,
+            setup.directory.started(),
+        )
+        steps = before
+        if not _EARLY * planned < counters.seconds + pace.seconds_left(before - step) < _LATE * planned:
+            most = before if started is None else max(before, started["config"]["train"]["steps"])
+            steps = min(most, step + max(1, int((planned - counters.seconds) / pace.seconds_left(1))))
+        steps = setup.trained.processes.most(steps)
+        if steps == before:
+            return
+        self.saver.save(self.state, required=True)
+        train.steps = steps
+        if setup.trained.processes.is_first:
+            setup.directory.write_config(setup.run)
+        setup.log.record(EventName.EXTEND, step, from_steps=before, to_steps=steps, changes=["to end in time"])
+        setup.display.set_steps(steps)
+        setup.display.message(
+            f"note: this machine is {'slower' if steps < before else 'faster'} than planned: training ends after "
+            f"{steps:,} steps instead of {before:,}, to end in time"
+        )
 
     def _evaluate_and_save(self, step: int, is_last: bool) -> None:
         """Evaluate and save after a step, if due."""
