@@ -91,6 +91,9 @@ def test_a_file_that_is_no_text_is_refused_by_name_wherever_a_text_is_read(what,
     with pytest.raises(UserError, match=r"novel\.txt: "):
         text_facts(str(path))  # the beginning of --minutes
     assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
+    for words in (["train", "stdlib-tiny", "--dry-run"], ["train", "--minutes", "1"], ["eval", str(trained)]):
+        assert main([*words, "--corpus", str(path), "--data-dir", str(tmp_path / "data")]) == 2
+        assert f"txl: error: {said}" in capsys.readouterr().err
     assert main(["score", str(trained), str(path)]) == 2
     assert f"txl: error: {said}" in capsys.readouterr().err
     assert main(["generate", str(trained), "--prompt-file", str(path)]) == 2

@@ -98,12 +98,15 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
 
 
 def check_corpus(name: str) -> None:
-    """Refuse a corpus that does not exist, before any slow work begins."""
+    """Refuse a corpus that does not exist, or is a file that holds no text, before any slow work begins."""
     from txl.data.catalogue import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
+    from txl.data.user_text import refuse_no_text
 
     if name and name != STDLIB and name not in BENCHMARKS:
-        own_files(name)
+        files = own_files(name)
+        if len(files) == 1:  # of a folder's files, some may not be read
+            refuse_no_text(files)
 
 
 def writable_folder(path: str | Path) -> Path:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from txl.config import Unit
+
 Layout = dict[str, tuple[str, ...]]
 """Possible file names of each part of a corpus (train, valid, test, whole, vocabulary), the preferred one first. A name
 with a `*` stands for all files that match, sorted by name."""
@@ -33,7 +35,7 @@ class Benchmark:
 
     name: str
     description: str
-    unit: str
+    unit: Unit
     """Unit of the published results."""
     layouts: tuple[Layout, ...]
     """Possible layouts of the files in a folder or an archive; the first complete layout is used."""

@@ -77,7 +77,7 @@ class _File(io.RawIOBase):
     """Content of a file."""
 
     def __init__(self, path: Path, file: io.FileIO):
-        self._path, self._file = path, file
+        self._path, self._file, self.name = path, file, str(path)
 
     def readable(self) -> bool:
         return True

@@ -52,7 +52,7 @@ def list_corpora() -> list[dict[str, str]]:
     return [stdlib, *public]
 
 
-def natural_unit(name: str) -> str:
+def natural_unit(name: str) -> Unit:
     """Return the default unit of a corpus: byte, or the unit of a public corpus's published results."""
     return BENCHMARKS[name].unit if name in BENCHMARKS else "byte"
 
