@@ -141,18 +141,17 @@ def test_only_a_truncated_file_is_called_incomplete(tmp_path):
     samples: list = [b"%d: the same words once more\n" % number for number in range(3000)]
     dictionary = zstandard.train_dictionary(1000, samples)
     settings = zstandard.ZstdCompressor(dict_data=dictionary)
-    for name, data in (
-        ("dictionary.zst", settings.compress(ONE)),
-        ("trailing.gz", gzip.compress(ONE) + b"more"),
-        ("damaged.xz", lzma.compress(ONE)[:-9] + bytes(9)),
-        ("plain.bz2", ONE),
+    for name, data, said in (
+        ("dictionary.zst", settings.compress(ONE), "; zstd -t tells whether it is damaged"),
+        ("damaged.xz", lzma.compress(ONE)[:-9] + bytes(9), "; xz -t tells whether it is damaged"),
+        *((f"more{end}", STREAM[end](ONE) + b"x", "comes something else); get it again") for end in COMPRESSED),
+        *((f"plain{end}", ONE, f"data, though its name ends in {end}; rename it") for end in COMPRESSED),
     ):
         (tmp_path / name).write_bytes(data)
         with open_file(tmp_path / name) as file, pytest.raises(UserError) as refusal:
             file.read()
         assert "incomplete" not in str(refusal.value)
-        tool = {".zst": "zstd", ".gz": "gzip", ".xz": "xz", ".bz2": "bzip2"}[name[name.index(".") :]]
-        assert str(refusal.value).endswith(f"; {tool} -t tells whether it is damaged")
+        assert str(refusal.value).endswith(said)
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])  # bzip2 compresses at most 900,000 bytes at once

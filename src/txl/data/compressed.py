@@ -39,15 +39,23 @@ class _Compression:
     """See `TOOLS`."""
     begin: Callable[[], Any]
     """Function that returns a decompressor of one stream."""
+    marks: tuple[bytes, ...]
+    """First bytes of a stream."""
     padding: int | None = None
     """The number of zero bytes that may follow a stream is a multiple of this; None: none may follow."""
 
 
+_SKIPPED = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
+"""First bytes of frames of a .zst file that hold no content."""
 _COMPRESSIONS = {
-    ".gz": _Compression("gzip", lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), padding=1),
-    ".bz2": _Compression("bzip2", bz2.BZ2Decompressor),
-    ".xz": _Compression("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=4),
-    ".zst": _Compression("zstd", lambda: zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj()),
+    ".gz": _Compression("gzip", lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), (b"\x1f\x8b",), padding=1),
+    ".bz2": _Compression("bzip2", bz2.BZ2Decompressor, (b"BZh",)),
+    ".xz": _Compression("xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), (b"\xfd7zXZ\0",), padding=4),
+    ".zst": _Compression(
+        "zstd",
+        lambda: zstandard.ZstdDecompressor(max_window_size=LARGEST_WINDOW).decompressobj(),
+        (zstandard.FRAME_HEADER, *_SKIPPED),
+    ),
 }
 COMPRESSED = tuple(_COMPRESSIONS)
 """Endings of the names of files that are decompressed while they are read."""
@@ -124,9 +132,14 @@ def _decompressed(path: Path, file: _File, compression: _Compression) -> Iterato
     that follows a stream, except for its padding, must be another stream.
     """
     data, begins = file.read(_COMPRESSED_BLOCK) or b"", True
+    tool = compression.tool
     while data or begins:
+        if not any(mark.startswith(data[: len(mark)]) for mark in compression.marks):
+            if begins:
+                raise UserError(f"{path}: no {tool} data, though its name ends in {path.suffix}; rename it")
+            raise UserError(f"{path}: cannot be read (after {tool} data comes something else); get it again")
         stream = compression.begin()
-        if compression.tool == "zstd":
+        if tool == "zstd":
             while 0 < len(data) < 5 and (more := file.read(_COMPRESSED_BLOCK)):
                 data += more
             if not (data.startswith(zstandard.FRAME_HEADER) and data[4:5] and data[4] & _ZSTD_CHECKSUM):
@@ -137,7 +150,7 @@ def _decompressed(path: Path, file: _File, compression: _Compression) -> Iterato
             try:
                 content = stream.decompress(data)
             except (OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, MemoryError) as error:
-                reason, tool = str(error) or "out of memory", compression.tool
+                reason = str(error) or "out of memory"
                 raise UserError(f"{path}: cannot be read ({reason}); {tool} -t tells whether it is damaged") from None
             if content:
                 yield content
