@@ -316,7 +316,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         ("config is empty", "config.json: empty; restore it from a copy"),
         ("config of the future", "soul is not known to this version"),
         ("wrong type", "model.n_layer is '2'; expected a whole number"),
-        ("beyond 64 bits", "train.steps is 99999999999999999999; expected a whole number from"),
+        ("beyond 64 bits", "config.json: not JSON (99999999999999999999 is beyond 64 bits)"),
         ("other heads", "config.json: model.n_head is 4, but step-00000012 was written with 2"),
         ("vocabulary", "vocabulary.json: altered: its sha256"),
         ("no vocabulary", "vocabulary.json: missing; restore it from a copy"),

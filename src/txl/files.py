@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from txl.errors import UserError
+from txl.errors import UserError, brief
 
 JsonObject = dict[str, Any]
 """JSON object; code that reads a JSON object checks the values that it uses."""
@@ -170,8 +170,8 @@ def parsed_json(text: str) -> Any:
     while level:
         if depth > _DEEPEST:
             raise ValueError("nested too deeply")
-        if any(type(each) is int and not -(2**63) <= each < 2**64 for each in level):
-            raise ValueError("a whole number beyond 64 bits")
+        if large := [each for each in level if type(each) is int and not -(2**63) <= each < 2**64]:
+            raise ValueError(f"{brief(large[0])} is beyond 64 bits")
         parts = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
         level, depth = list(chain.from_iterable(parts)), depth + 1
     return value

@@ -140,6 +140,8 @@ def run_import(name: str, hub_url: str, tmp_path: Path) -> subprocess.CompletedP
 def test_a_model_is_downloaded_by_name_and_continued_after_a_break(break_once, tmp_path):
     # The client stores downloads in pieces of 10 MB, so only the download of a larger file can be continued.
     files = model_files(d_inner=300_000 if break_once else 16)
+    files["vocab.txt"] = files["vocab.txt"].removesuffix(b"\nw26")
+    files["added_tokens.json"] = b'{"<formula>": 28}'
     hub = Hub(files, break_once)
     done = run_import("org/model", hub.url, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -154,7 +156,7 @@ def test_a_model_is_downloaded_by_name_and_continued_after_a_break(break_once, t
     assert json.loads((tmp_path / "run" / "config.json").read_text())["name"] == "model"
     (model, vocabulary), (expected, _) = (txl.load(tmp_path / name) for name in ("run", "expected"))
     assert vocabulary is not None
-    assert vocabulary.encode("w1\n").tolist() == [3, 0]
+    assert vocabulary.encode("w1 <formula>\n").tolist() == [3, 28, 0]
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in expected.state_dict().items())
     hub.shutdown()
 
