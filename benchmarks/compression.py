@@ -63,7 +63,8 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
 def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
     """Compress and decompress by two commands with IN, FILE and OUT for the paths; keep the first one's output."""
     file, back = folder / "text.packed", folder / "back"  # 7z adds a suffix to a name without one
-    file.unlink(missing_ok=True)
+    for each in (file, back):
+        each.unlink(missing_ok=True)
     names = {"IN": str(text), "FILE": str(file), "OUT": str(back)}
     there = timed([names.get(word, word) for word in pack], folder / "printed" if "FILE" in pack else file)
     size = file.stat().st_size

@@ -32,11 +32,12 @@ _logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[Path]:
     """Yield a temporary path beside `path` to write to; at the end, sync the written file and rename it to `path`.
 
     If the block fails, `path` stays as it was and the temporary file is removed. A link stays a link, to the new file,
-    and a new file has the permissions of the one that it replaces.
+    and a new file has the permissions of the one that it replaces. With `like`, it has owner, group, permissions
+    and time of change from this status, as far as this user may set them.
 
     Raises:
         OSError: if the file cannot be written.
@@ -46,14 +47,29 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield temporary
-        if path.exists():
+        if path.exists() and like is None:
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         sync(temporary)
+        if like is not None:
+            _make_like(temporary, like)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
+
+
+def _make_like(path: Path, status: os.stat_result) -> None:
+    """Give a file owner, group, permissions and time of change from a status; without the group, none of its rights."""
+    mode = stat.S_IMODE(status.st_mode) & 0o777
+    try:
+        os.chown(path, -1, status.st_gid)
+    except (OSError, AttributeError):  # not a member of this group, or Windows
+        mode &= ~0o070
+    with suppress(OSError, AttributeError):  # root alone may
+        os.chown(path, status.st_uid, -1)
+    path.chmod(mode)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def absolute(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -70,13 +71,13 @@ def test_online_and_dynamic_files(run, tmp_path, capsys):
     text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
     text.write_bytes(TEXT)
     for options in (["--online", "--seed", "3"], ["--model", str(run), "--dynamic"]):
-        assert main(["compress", str(text), *options, "--no-verify", "-o", str(file), "--json"]) == 0
+        assert main(["compress", str(text), *options, "--no-verify", "--force", "-o", str(file), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["bytes"] == len(TEXT)
         assert told["compressed_bytes"] == file.stat().st_size
         assert not told["verified"]
         model = options[:2] if options[0] == "--model" else []
-        assert main(["decompress", str(file), *model, "-o", str(back)]) == 0
+        assert main(["decompress", str(file), *model, "--force", "-o", str(back)]) == 0
         assert back.read_bytes() == TEXT
         assert f"-> {len(TEXT)} bytes" in capsys.readouterr().err
 
@@ -102,6 +103,53 @@ def test_damaged_settings_of_dynamic_evaluation_are_refused(run, tmp_path, capsy
     said = f"{copy / 'log.jsonl'}: the newest dynamic evaluation is damaged; give --dynamic sgd"
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no permissions here")
+@pytest.mark.parametrize("mode", [0o600, 0o440, 0o664])
+def test_permissions_and_time_stay_those_of_the_text(mode, tmp_path, monkeypatch):
+    text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
+    text.write_bytes(TEXT)
+    text.chmod(mode)
+    os.utime(text, ns=(1, 1234567890_123456789))
+    seen: list[int] = []
+    monkeypatch.setattr("txl.files.sync", lambda path: seen.append(path.stat().st_mode & 0o777))
+    for words in (["compress", text, "--online", "--no-verify", "-o", file], ["decompress", file, "-o", back]):
+        assert main([str(word) for word in words]) == 0
+    for path in (file, back):
+        assert (path.stat().st_mode & 0o777, path.stat().st_mtime_ns) == (mode, 1234567890_123456789)
+    assert seen == [0o600, 0o600], "others could read a file while it was written"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no groups here")
+def test_a_group_that_cannot_be_kept_gives_its_rights_to_no_other(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    text, file = tmp_path / "text", tmp_path / "text.txl"
+    text.write_bytes(TEXT)
+    text.chmod(0o664)
+    monkeypatch.setattr(os, "chown", refuse)
+    assert main(["compress", str(text), "--online", "--no-verify", "-o", str(file)]) == 0
+    assert file.stat().st_mode & 0o777 == 0o604
+
+
+@pytest.mark.parametrize("command", [["compress", "text", "--online", "--no-verify"], ["decompress", "file"]])
+def test_an_existing_file_is_replaced_only_by_force(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_bytes(TEXT)
+    assert main(["compress", "text", "--online", "--no-verify", "-o", "file"]) == 0
+    Path("mine").write_bytes(b"mine")
+    Path("link").symlink_to("mine")
+    capsys.readouterr()
+    for out in ("mine", "link"):
+        assert main([*command, "-o", out]) == 2
+        assert capsys.readouterr().err == (
+            f"txl: error: --out {out} exists; add --force to replace it, or give another file\n"
+        )
+    assert Path("mine").read_bytes() == b"mine"
+    assert main([*command, "--force", "-o", "mine"]) == 0
+    assert Path("mine").read_bytes() == {"compress": Path("file").read_bytes(), "decompress": TEXT}[command[0]]
 
 
 def test_a_damaged_file_leaves_nothing(tmp_path, capsys):

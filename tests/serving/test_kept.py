@@ -7,6 +7,7 @@ import errno
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import httpx
@@ -100,6 +101,7 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
         with pytest.raises(txl.errors.UserError, match="another server"), running(Service(served), folder=folder):
             pass
     assert [each.name for each in folder.glob("*.safetensors")] == [f"{stream}.safetensors"]
+    assert os.name == "nt" or folder.stat().st_mode & 0o77 == 0, "others could read what clients wrote"
     (folder / f"stream-{'0' * 32}.safetensors").write_bytes(b"damaged")
     with running(Service(served), folder=folder) as second:
         assert [each["id"] for each in second.get("/v1/streams")["data"]] == [stream]

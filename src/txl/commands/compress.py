@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -85,8 +87,9 @@ def _add_ends(parser: argparse.ArgumentParser) -> None:
         "--out",
         required=True,
         metavar="OUT",
-        help="where to write, or - for standard output; it appears when whole",
+        help="where to write, or - for standard output; it appears when whole, with mode and time of FILE",
     )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -107,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--seed is for --online alone; a trained model has its weights")
     if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
         raise UserError(f"--seed is {arguments.seed}; expected 0 to 2^63 - 1")
-    with _source(arguments) as (source, size):
+    with _source(arguments) as (source, like):
         from txl.compression.files import compress
         from txl.compression.learning import OnlineRecipe
 
@@ -123,14 +126,14 @@ def run(arguments: argparse.Namespace) -> None:
                 if getattr(arguments, name) is not None:
                     verify.append(f"--{name.replace('_', '-')}={getattr(arguments, name)}")
         start = time.perf_counter()
-        progress, move = progress_bar("compressing", quiet=arguments.json or size is None)
-        with progress, output(None if arguments.out == "-" else arguments.out, binary=True) as sink:
+        progress, move = progress_bar("compressing", quiet=arguments.json or like is None)
+        with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
             sizes = compress(
                 source,
                 sink,
                 lanes=arguments.lanes,
                 verify=None if arguments.no_verify else verify,
-                progress=lambda text, _: move(text, size or 0),
+                progress=lambda text, _: move(text, like.st_size if like else 0),
                 **coded,
             )
         _report(arguments, sizes, time.perf_counter() - start, verified=not arguments.no_verify)
@@ -141,28 +144,30 @@ def run_decompress(arguments: argparse.Namespace) -> None:
     given = [name for name in ("checkpoint", "data_dir") if getattr(arguments, name) is not None]
     if given and arguments.model is None:
         raise UserError(f"--{given[0].replace('_', '-')} belongs to --model DIR, which is missing")
-    with _source(arguments) as (source, size):
+    with _source(arguments) as (source, like):
         from txl.compression.files import decompress
 
         name = "standard input" if arguments.file == "-" else arguments.file
         start = time.perf_counter()
-        progress, move = progress_bar("decompressing", quiet=arguments.json or size is None)
-        with progress, output(None if arguments.out == "-" else arguments.out, binary=True) as sink:
+        progress, move = progress_bar("decompressing", quiet=arguments.json or like is None)
+        with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
             sizes = decompress(
                 source,
                 sink,
                 name=name,
                 load=None if arguments.model is None else lambda: _load(arguments, lengths=False),
-                progress=lambda _, file: move(file, size or 0),
+                progress=lambda _, file: move(file, like.st_size if like else 0),
             )
         _report(arguments, sizes, time.perf_counter() - start)
 
 
 @contextmanager
-def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | None]]:
-    """Check source and destination, then yield the opened source and its size in bytes (None for standard input)."""
+def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], os.stat_result | None]]:
+    """Check source and destination, then yield the opened source and its status (None for pipes and devices)."""
     path = None if arguments.file == "-" else Path(arguments.file)
     check_output_file(None if arguments.out == "-" else arguments.out, path)
+    if arguments.out != "-" and not arguments.force and Path(arguments.out).is_file():
+        raise UserError(f"--out {arguments.out} exists; add --force to replace it, or give another file")
     if arguments.out == "-" and arguments.json:
         raise UserError("--json and -o - both write to standard output; leave out --json, or write to a file")
     if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":
@@ -173,7 +178,8 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], int | No
     if path.is_dir():
         raise UserError(f"{path} is a folder; expected a file")
     with open(path, "rb") as file:
-        yield file, path.stat().st_size
+        status = os.fstat(file.fileno())
+        yield file, status if stat.S_ISREG(status.st_mode) else None
 
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:

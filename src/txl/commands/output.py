@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import sys
 import threading
@@ -146,11 +147,12 @@ def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: o
 
 
 @contextmanager
-def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
+def output(out: str | None, binary: bool = False, like: os.stat_result | None = None) -> Iterator[IO[Any]]:
     """Open standard output, or a file that appears under its name when it is complete.
 
     A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. After
-    a signal (`STOP_SIGNALS`) no incomplete file is left; that of a killed process is removed at the next call.
+    a signal (`STOP_SIGNALS`) no incomplete file is left; that of a killed process is removed at the next call. `like`
+    is that of `txl.files.replacing`.
 
     Raises:
         UserError: if the file cannot be written.
@@ -167,11 +169,11 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
             for left in remove_partials(path):
                 say(f"note: {left}, which a killed process had left, was removed")
         with (
-            replacing(path) if whole else nullcontext(path) as written,
+            replacing(path, like) if whole else nullcontext(path) as written,
             _removed_by_signals(written) if whole else nullcontext(),
         ):
             if binary:
-                with open(written, "wb") as file:
+                with open(written, "wb", opener=_private if like is not None and whole else None) as file:
                     yield file
             else:
                 with open(written, "w", encoding="utf-8", newline="\n") as file:
@@ -180,6 +182,11 @@ def output(out: str | None, binary: bool = False) -> Iterator[IO[Any]]:
         if error.filename == str(written) or (error.filename is None and is_full(error)):
             raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another file") from None
         raise
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that nobody else may read until it has its permissions."""
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

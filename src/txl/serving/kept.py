@@ -204,7 +204,7 @@ class KeptStreams:
     def _open(self, folder: Path) -> None:
         refuse_file(folder, f"--streams {folder}", "a folder")
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(0o700, parents=True, exist_ok=True)  # the streams hold what clients read
             self._lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed when the server stops)
             portalocker.lock(self._lock, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
         except portalocker.AlreadyLocked:
