@@ -100,6 +100,7 @@ class TrainingLoop:
         self._captured = CapturedStep() if setup.run.train.capture else None
         self._unsettled: _Launched | None = None
         self._told_late = False
+        self._timed_from: tuple[int, float] | None = None
 
     def train(self) -> None:
         """Make all remaining steps.
@@ -150,7 +151,7 @@ class TrainingLoop:
             self._evaluate_and_save(step, is_last)
             if counters.scheduled_step == step and not is_last:
                 counters.seconds += pace.tick()
-                self._end_in_time(pace)
+                self._end_in_time()
             if self._converged():
                 self._log(reading)
                 self.saver.save(self.state, required=True)
@@ -198,25 +199,25 @@ class TrainingLoop:
         is_planned = is_run_name(self.setup.run.name) and train.planned_minutes is not None
         return is_planned and train.checkpoint_every > 0 and not train.averages and train.patience is None
 
-    def _end_in_time(self, pace: Pace) -> None:
+    def _end_in_time(self) -> None:
         """Change the number of steps, after a scheduled checkpoint, if the run would end a tenth too late or too early.
 
         It never gets more steps than it began with. The checkpoint is complete before config.json has the new number,
-        so that a resumed run makes each step with the same number as before.
+        so that a resumed run makes each step with the same number as before. A process measures its pace from its first
+        scheduled checkpoint on, because its first steps are slow.
         """
         setup, counters, train = self.setup, self.state.counters, self.setup.run.train
-        if train.planned_minutes is None or not self._can_end_in_time or pace.steps < _PACE_SHOWS * train.steps:
+        if train.planned_minutes is None or not self._can_end_in_time:
             return
-        planned, step, before, started = (
-            60 * train.planned_minutes,
-            counters.step,
-            train.steps,
-            setup.directory.started(),
-        )
-        steps = before
-        if not _EARLY * planned < counters.seconds + pace.seconds_left(before - step) < _LATE * planned:
+        step, seconds, before = counters.step, counters.seconds, train.steps
+        if self._timed_from is None or step <= self._timed_from[0]:
+            self._timed_from = step, seconds
+            return
+        planned, started, steps = 60 * train.planned_minutes, setup.directory.started(), before
+        each = (seconds - self._timed_from[1]) / (step - self._timed_from[0])
+        if not _EARLY * planned < seconds + each * (before - step) < _LATE * planned:
             most = before if started is None else max(before, started["config"]["train"]["steps"])
-            steps = min(most, step + max(1, int((planned - counters.seconds) / pace.seconds_left(1))))
+            steps = min(most, step + max(1, int((planned - seconds) / each)))
         steps = setup.trained.processes.most(steps)
         if steps == before:
             return
