@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -318,7 +319,8 @@ def test_a_setting_changes_a_corpus_whatever_its_spelling(story, data_dir, capsy
     assert sizes == {9}  # with <eos> and <unk>
 
 
-def test_sigterm_while_a_text_is_prepared_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_text_is_prepared_leaves_nothing(sent, tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("abcd " * 1000)
     code = f"""
@@ -327,12 +329,12 @@ sys.argv = ["txl", "data", "info", {str(path)!r}, "--unit", "char", "--data-dir"
 import txl.__main__ as program
 from txl.data import prepare
 def make(*given):
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), {sent:d})
 prepare._make_vocabulary = make
 program.command()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (143, [])
+    assert (ended.returncode, ended.stderr.splitlines()[1:]) == (128 + sent, [])
     assert list((tmp_path / "data").iterdir()) == []
 
 

@@ -166,7 +166,10 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
             return stored
         # The stored run has no checkpoint, and was chosen for other minutes, another text or other options.
     if minutes is None:
-        raise UserError("no preset is named, and --out holds no run; give a PRESET (see txl presets), or --minutes N")
+        raise UserError(
+            "no preset is named, and --out holds no run; give a PRESET (see txl presets), --minutes N, "
+            "or --init-from DIR"
+        )
     return _chosen(arguments, began)
 
 
