@@ -14,6 +14,7 @@ import pytest
 
 from txl.cli import build_parser, main
 from txl.config import RunConfig, leaf_fields
+from txl.errors import UserError
 
 
 def test_every_field_of_the_configuration_is_an_option_and_none_goes_away_unnoticed():
@@ -144,6 +145,6 @@ def test_the_help_of_import_lists_the_settings_that_a_checkpoint_may_lack(capsys
     listed = set(re.findall(r"--model\.([-\w]+)", shown))
     assert {"mem-len", "window", "clamp-len", "pre-norm", "cutoffs"} <= listed
     assert not listed & {"init", "init-std", "n-layer", "dropout-words", "n-softmax", "family"}
-    with pytest.raises(SystemExit):
+    with pytest.raises(UserError, match="unknown option --model.no-such-field"):
         build_parser().parse_args(["import", "model.pt", "--out", "runs/a", "--model.no-such-field", "3"])
     assert build_parser().parse_args(["import", "model.pt", "--out", "runs/a", "--model.n-layer", "3"])
