@@ -56,6 +56,11 @@ AIMS = {
     4: "Aim: 0.70 of the bandwidth's bound with 256 streams; with one, launches and time are what matters.",
     5: "Aim: beyond 1,874 at 3,800, the paper's.",
 }
+PEERS = {
+    "equations": "The paper's equations in plain PyTorch, eager, with the weights of our model:",
+    "huggingface": "Transformer-XL in Hugging Face transformers 4.37.2, eager, with the weights of our model:",
+}
+"""Sentence above the table of another implementation."""
 LEFT_OUT = "left out"
 """Status of a row for which no time was left."""
 _PATIENCE = 3.0
@@ -204,6 +209,7 @@ def page(record: Figures) -> str:
             continue
         lines += [f"## {title}", "", *([AIMS[item], ""] if item in AIMS else [])]
         for function in dict.fromkeys(row["function"] for row in of_item):
+            lines += [PEERS[function], ""] if function in PEERS else []
             lines += [*_table([row for row in of_item if row["function"] == function], COLUMNS[function]), ""]
         for row in of_item:
             lines += _details(row)
