@@ -19,6 +19,9 @@ import torch
 
 import txl
 
+RESET_MEMORY = 0.05
+"""Probability that a lane's memory is emptied before a step: `train.reset_memory` of `txl train`."""
+
 
 def main() -> None:
     """Train, evaluate, generate."""
@@ -84,6 +87,9 @@ def train_model(model: txl.LanguageModel, lanes: torch.Tensor, options: argparse
         tokens = lanes[:, start : start + options.segment]  # [B,T]
         targets = lanes[:, start + 1 : start + options.segment + 1]  # [B,T]: the next token of each
         start += options.segment
+        # Now and then a lane's memory is emptied. Otherwise the model would hardly ever read without memory in training,
+        # and its first predictions in a new text, such as after a prompt, would be nonsense.
+        state = state.reset(torch.rand(batch_size) < RESET_MEMORY)
 
         loss, state = model.training_loss(tokens, targets, state)  # nats a token; the state comes out detached
         optimizer.zero_grad()

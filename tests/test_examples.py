@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+
+import torch
+
+import txl
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -22,6 +28,32 @@ def test_training_in_one_file(story, data_dir):
     assert len({n_token for _, _, n_token in measured}) == 1
     assert all(float(bits) < losses[0] for _, bits, _ in measured)
     assert done.stdout.split(" tokens of the test split\n")[-1].strip("\n")  # the generated text
+
+
+def test_a_model_trained_by_the_example_can_begin_a_text(monkeypatch):
+    """A text of a period that only memory can hold: without emptied lanes, the first predictions are confidently wrong."""
+    specification = importlib.util.spec_from_file_location("train_example", EXAMPLES / "train.py")
+    assert specification is not None
+    assert specification.loader is not None
+    example = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(example)
+    config = txl.preset("stdlib-tiny").model
+    config.n_layer, config.d_model, config.n_head, config.d_head, config.d_inner, config.mem_len = 2, 32, 2, 16, 64, 12
+    period = torch.randint(5, (37,), generator=torch.Generator().manual_seed(7))
+    text = period.repeat(100)
+    lanes = torch.stack([text[9 * lane : 9 * lane + 12 * 291] for lane in range(8)])
+    first = {}
+    for probability in (0.0, example.RESET_MEMORY):
+        monkeypatch.setattr(example, "RESET_MEMORY", probability)
+        torch.manual_seed(1)
+        model = txl.build_model(config, 5)
+        example.train_model(model, lanes, Namespace(learning_rate=5e-3, segment=12, steps=290))
+        begun = torch.stack([text[place : place + 40] for place in range(37)])
+        with torch.no_grad():
+            nll, _ = model.eval().nll(begun[:, :-1], begun[:, 1:], model.init_state(37))
+        assert nll[:, 25:].mean() < 0.3  # with memory both know the period
+        first[probability] = nll[:, :3].mean().item()
+    assert first[example.RESET_MEMORY] < 0.8 * first[0.0]
 
 
 def run(name: str, *words: object) -> str:
