@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
+import re
+import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import txl
@@ -105,3 +109,38 @@ def test_importing_the_package_imports_no_torch():
     code += "sys.exit(sorted({'torch', 'numpy'} & set(sys.modules)) or 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_model_works_as_a_copy_of_the_packages_that_architecture_names(tmp_path):
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"copy these of `src/txl/`: (.*?), beside an empty `__init__.py`", page, flags=re.DOTALL)
+    copied = tmp_path / "txl"
+    copied.mkdir()
+    (copied / "__init__.py").touch()
+    for name in re.findall(r"`([\w.]+)`", sentence):
+        if name.endswith(".py"):
+            shutil.copy(SOURCE / name, copied)
+        else:
+            shutil.copytree(SOURCE / name, copied / name, ignore=shutil.ignore_patterns("__pycache__"))
+    code = """
+        import sys, torch
+        from txl.config.transformer_xl import TransformerXLConfig
+        from txl.models import build_model
+
+        model = build_model(TransformerXLConfig(n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=16, mem_len=8), 11)
+        tokens = torch.randint(11, (2, 9))
+        loss, state = model.training_loss(tokens[:, :-1], tokens[:, 1:], model.init_state(2))
+        loss.backward()
+        with torch.no_grad():
+            model.eval().log_probs(tokens, state)
+        print(*(module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "txl"), sep="\\n")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    imported = {Path(line).relative_to(tmp_path) for line in done.stdout.splitlines()}
+    assert {each.name for each in copied.iterdir()} == {
+        path.parts[1] for path in imported
+    }  # and nothing is copied in vain
