@@ -87,7 +87,7 @@ triton: .venv-triton/.installed
 # The documentation as a site of plain files in site/; broken links and anchors end it.
 docs: .venv-docs/.installed
 	PYTHONPATH=src .venv-docs/bin/python -m sphinx -q -W --keep-going -E -d .venv-docs/doctrees docs site
-	@echo "open site/index.html"
+	@echo "open site/index.html, or run python3 -m http.server -d site -b 127.0.0.1: the search then shows excerpts"
 
 .venv-docs/.installed: constraints-docs.txt
 	$(PYTHON) -m venv .venv-docs

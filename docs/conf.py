@@ -1,12 +1,17 @@
-"""Sphinx's configuration: `make docs`. Tables of the reference come from the parsers, the fields and the presets."""
+"""Sphinx's configuration: `make docs`. Tables of the reference come from the parsers, the fields and the presets.
+
+`python docs/conf.py` writes these tables into the pages; a test fails if they are not current.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import dataclasses
+import importlib
+import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +47,13 @@ GROUPS = {
     "Errors": ("errors",),
 }
 """Headings of the Python reference, and the packages whose public names stand below each."""
+RETURNED = "Objects that functions return"
+OBJECTS = {
+    "txl.data.prepared.Corpus": "tokens",
+    "txl.data.vocabulary.Vocabulary": "encode, decode",
+    "txl.presets.named.Preset": "",
+}
+"""Classes without a public name, and their documented members."""
 
 
 def setup(app) -> None:
@@ -50,24 +62,46 @@ def setup(app) -> None:
 
 
 def filled(text: str) -> str:
-    """Replace `<!-- generated: NAME -->`, and a paragraph in italics below it, which stands where nothing fills it in.
+    """Return a page with the lists that only the site has, instead of those that stand in the file."""
+    return _replaced(text, SITE)
 
-    An unknown name ends the build.
+
+def written(text: str) -> str:
+    """Return a page with the lists of its file brought up to date."""
+    return _replaced(text, WRITTEN)
+
+
+def _replaced(text: str, lists: dict[str, Callable[[], str]]) -> str:
+    """Replace what stands between `<!-- generated: NAME -->` and `<!-- end -->` by the list of that name, if any.
+
+    A name that neither the files nor the site have a list for ends the build.
     """
-    marker = r"<!-- generated: ([\w-]+) -->(\n\*[^*]+\*$)?"
-    return re.sub(marker, lambda found: GENERATED[found[1]](), text, flags=re.MULTILINE)
+
+    def replaced(found: re.Match[str]) -> str:
+        if found[2] not in SITE | WRITTEN:
+            raise KeyError(found[2])
+        return f"{found[1]}{lists[found[2]]()}{found[4]}" if found[2] in lists else found[0]
+
+    return re.sub(r"(<!-- generated: ([\w-]+) -->\n)(.*?)(<!-- end -->\n)", replaced, text, flags=re.DOTALL)
 
 
-def python() -> str:
-    """Return a directive for every public name of txl, by group."""
+def names() -> dict[str, list[str]]:
+    """Return the public names of txl by group."""
     tree = ast.parse((ROOT / "src" / "txl" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     home = {each.name: str(node.module).split(".")[0] for node in imports for each in node.names}
+    groups = {heading: [name for name in home if home[name] in packages] for heading, packages in GROUPS.items()}
+    if missing := home.keys() - set().union(*groups.values()):
+        raise ValueError(f"docs/conf.py: GROUPS has no heading for {', '.join(missing)}")
+    return groups
+
+
+def python() -> str:
+    """Return a directive for every public name of txl."""
     parts = []
-    for heading, packages in GROUPS.items():
+    for heading, group in names().items():
         parts.append(f"## {heading}\n")
-        for name in [name for name, package in home.items() if package in packages]:
-            del home[name]
+        for name in group:
             if name == "TransformerXL":  # its methods are those of LanguageModel
                 directive = f".. autoclass:: txl.{name}"
             elif name[0].isupper():
@@ -75,9 +109,27 @@ def python() -> str:
             else:
                 directive = f".. autofunction:: txl.{name}"
             parts.append(f"### {name}\n\n```{{eval-rst}}\n{directive}\n```\n")
-    if home:
-        raise ValueError(f"docs/conf.py: GROUPS has no heading for {', '.join(home)}")
+    parts.append(f"## {RETURNED}\n")
+    for name, members in OBJECTS.items():
+        directive = f".. autoclass:: {name}\n   :members: {members}"
+        parts.append(f"### {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n{directive}\n```\n")
     return "\n".join(parts)
+
+
+def python_names() -> str:
+    """Return a table of the public names of txl, each with the first sentence of its docstring."""
+    parts = ["Signatures and arguments: `help(txl.evaluate)`, or the site that `make docs` builds in `site/`.\n"]
+    groups = {heading: [f"txl.{name}" for name in group] for heading, group in names().items()}
+    for heading, group in (groups | {RETURNED: list(OBJECTS)}).items():
+        rows = [(f"`{name}`", _first_sentence(*name.rsplit(".", 1))) for name in group]
+        parts += [f"## {heading}\n", table(("name", "meaning"), rows)]
+    return "\n".join(parts)
+
+
+def _first_sentence(module: str, name: str) -> str:
+    docstring = inspect.getdoc(getattr(importlib.import_module(module), name))
+    assert docstring is not None, name
+    return re.split(r"(?<=\.)\s", docstring, maxsplit=1)[0]
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -223,5 +275,11 @@ def changes() -> str:
     return text.replace("](docs/", "](../")
 
 
-GENERATED = {"python": python, "commands": commands, "options": options, "presets": presets, "changes": changes}
-"""Returns what stands in the place of each marker."""
+WRITTEN = {"python": python_names, "commands": commands, "options": options, "presets": presets}
+"""Returns the list that a page's file has."""
+SITE = {"python": python, "changes": changes}
+"""Returns what the site has instead."""
+
+if __name__ == "__main__":
+    for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")

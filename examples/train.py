@@ -87,8 +87,8 @@ def train_model(model: txl.LanguageModel, lanes: torch.Tensor, options: argparse
         tokens = lanes[:, start : start + options.segment]  # [B,T]
         targets = lanes[:, start + 1 : start + options.segment + 1]  # [B,T]: the next token of each
         start += options.segment
-        # Now and then a lane's memory is emptied. Otherwise the model would hardly ever read without memory, and its first
-        # predictions in a new text, such as after a prompt, would be nonsense.
+        # Now and then a lane's memory is emptied. Otherwise the model would hardly ever read without memory, and its
+        # first predictions in a new text, such as after a prompt, would be nonsense.
         state = state.reset(torch.rand(batch_size) < RESET_MEMORY)
 
         loss, state = model.training_loss(tokens, targets, state)  # nats a token; the state comes out detached
