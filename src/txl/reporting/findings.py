@@ -12,6 +12,7 @@ from typing import cast
 from txl.files import JsonObject
 from txl.reporting.compressors import SETTINGS
 from txl.runs.events import (
+    AdaptationSettings,
     CompressionEvent,
     Evaluation,
     EventName,
@@ -21,6 +22,7 @@ from txl.runs.events import (
     StartEvent,
     TrainEvent,
     ValidEvent,
+    fits,
     select,
 )
 
@@ -160,6 +162,8 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
             event["event"], []
         )
         for row in rows:
+            if not fits(row.get("dynamic"), AdaptationSettings | None):
+                continue
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # the new row goes to the end
             newest[key] = row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
 from unicodedata import category
 
 from txl.config import ModelConfig
@@ -116,15 +115,14 @@ def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: boo
     return "; ".join(words)
 
 
-def adaptation_text(dynamic: AdaptationSettings) -> str:
+def adaptation_text(dynamic: JsonObject) -> str:
     """Return the settings of a dynamic evaluation in words."""
     words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
     if AdaptationSettings.__optional_keys__ <= dynamic.keys():
-        of_rms = cast("JsonObject", dynamic)
-        size = f"{of_rms['statistics']} of {of_rms['statistics_segments']:,} segments"
-        words += [f"epsilon {of_rms['epsilon']:g}", f"gradient statistics: {size}"]
-        if of_rms["statistics_batch_size"] > 1:
-            words[-1] += f" of {of_rms['statistics_batch_size']} lanes"
+        size = f"{dynamic['statistics']} of {dynamic['statistics_segments']:,} segments"
+        words += [f"epsilon {dynamic['epsilon']:g}", f"gradient statistics: {size}"]
+        if dynamic["statistics_batch_size"] > 1:
+            words[-1] += f" of {dynamic['statistics_batch_size']} lanes"
     if dynamic["weights"] != "all":
         words.append("feed-forward layers alone" if dynamic["weights"] == "feed-forward" else "biases and norms alone")
     return f"dynamic evaluation by {dynamic['rule']} ({', '.join(words)})"

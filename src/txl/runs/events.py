@@ -211,7 +211,8 @@ class EvaluationFigures(TypedDict):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: NotRequired[AdaptationSettings | None]
+    dynamic: NotRequired[JsonObject | None]
+    """`AdaptationSettings`; not checked with the line, so that `txl compress` can refuse the newest settings."""
 
 
 class ValidEvent(LogEvent, EvaluationFigures):
@@ -442,23 +443,23 @@ def is_complete(event: Mapping[str, object]) -> bool:
     """
     name = event.get("event")
     kind = EVENTS.get(cast("EventName", name), LogEvent) if isinstance(name, str) else LogEvent
-    return _fits(event, kind) and 0 <= cast("float", event["time"]) < _LATEST
+    return fits(event, kind) and 0 <= cast("float", event["time"]) < _LATEST
 
 
-def _fits(value: object, hint: Any) -> bool:
+def fits(value: object, hint: Any) -> bool:
     """Return whether a JSON value has a declared type; a TypedDict may have further entries."""
     origin, arguments = get_origin(hint), get_args(hint)
     if is_typeddict(hint):
         return isinstance(value, dict) and all(
-            _fits(value[name], each) if name in value else name not in hint.__required_keys__
+            fits(value[name], each) if name in value else name not in hint.__required_keys__
             for name, each in _hints_of(hint).items()
         )
     if origin is UnionType:
-        return any(_fits(value, each) for each in arguments)
+        return any(fits(value, each) for each in arguments)
     if origin is list:
-        return isinstance(value, list) and all(_fits(each, arguments[0]) for each in value)
+        return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, arguments[1]) for each in value.values())
+        return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
     return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 
