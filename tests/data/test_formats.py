@@ -146,6 +146,8 @@ def test_in_a_folder_only_the_texts_that_are_read_matter(tmp_path):
     [
         (TEXT.encode("utf-16"), 0, TEXT),
         (TEXT.encode("utf-32"), 0, TEXT),
+        (TEXT.encode("utf-16-le"), 0, TEXT),
+        (TEXT.encode("utf-16-be"), 0, TEXT),
         ("Ein schöner Müller\n".encode("latin-1") * 99, 0, "Ein schöner Müller\n" * 99),
         (b"one\nbad \xe9 byte\n" + TEXT.encode(), 1, "one\nbad  byte\n" + TEXT),
         (b"one\nbad \0 byte\n" + TEXT.encode(), 1, "one\nbad  byte\n" + TEXT),

@@ -14,8 +14,6 @@ from txl.errors import UserError
 
 RAW = ".bin"
 """Ending of the names of files that are read in bytes whatever they hold."""
-_FROM_LATIN = "iconv -f LATIN1 -t UTF-8"
-"""Program for the commonest encoding besides UTF-8."""
 _UNPACK = "unpack it"
 _GIVE_A_TEXT = f"give a text (or, to model its bytes as they are, let its name end in {RAW}, and use the unit byte)"
 _FORMATS = {
@@ -82,7 +80,7 @@ def reading_note(paths: Iterable[Path], unit: str) -> str | None:
         if unit == "byte" and without_compression(path).suffix != RAW and (bad := first_bad_byte(head)) is not None:
             return (
                 f"{path} is not UTF-8 (byte 0x{head[bad]:02X} at offset {bad}): its bytes are read as they are; if it "
-                f"is text in another encoding, convert it first: {_command(_FROM_LATIN, path)}"
+                f"is text in another encoding, convert it first: {_conversion(path, bad, head[bad])}"
             )
         if _is_json_object(head.partition(b"\n")[0]):
             return (
@@ -113,13 +111,19 @@ def bad_byte(path: Path, offset: int, value: int) -> UserError:
         while left > 0 and (block := file.read(min(BLOCK, left))):
             left, line = left - len(block), line + block.count(b"\n")
     without = _command("iconv -c -f UTF-8 -t UTF-8" if value else "tr -d '\\0'", path)
-    remedy = f"convert it ({_command(_FROM_LATIN, path)}), or leave out such bytes ({without})"
+    remedy = f"convert it ({_conversion(path, offset, value)}), or leave out such bytes ({without})"
     return UserError(f"{path}: {what}, line {line:,}); {remedy}: only the unit byte reads other files")
 
 
 def without_compression(path: Path) -> Path:
     """Return a path without the ending of a compressed file."""
     return path.with_suffix("") if path.suffix in TOOLS else path
+
+
+def _conversion(path: Path, offset: int, value: int) -> str:
+    """Return the command that converts a file whose first byte that is NUL or not UTF-8 is `value`, at `offset`."""
+    utf16 = "UTF-16LE" if offset % 2 else "UTF-16BE"  # without its mark; a character of ASCII has a NUL byte
+    return _command(f"iconv -f {'LATIN1' if value else utf16} -t UTF-8", path)
 
 
 def _command(program: str, path: Path) -> str:
