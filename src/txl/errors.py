@@ -93,3 +93,10 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
     )
+
+
+def named(symbols: Iterable[str]) -> str:
+    """Return words, or characters with their code points, as a list for a message, which names eight of them."""
+    listed = list(symbols)
+    shown = [each if len(each) > 1 else f"{each!r} (U+{ord(each):04X})" for each in listed[:8]]
+    return ", ".join(shown) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")

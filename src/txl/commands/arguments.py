@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from txl.commands.config_options import config_options, data_config
 from txl.commands.output import say
 from txl.config import Lengths, RunConfig
-from txl.errors import UserError
+from txl.errors import UserError, named
 from txl.files import refuse_file
 
 if TYPE_CHECKING:
@@ -181,9 +181,16 @@ def run_corpus(
 
 
 def note_lacking(vocabulary: Vocabulary | None, prompt: str) -> None:
-    """Print a note with the words or characters of a prompt that are read as `<unk>`."""
-    from txl.data.vocabulary import named
+    """Print notes on words and characters of a prompt that are read as `<unk>`, or that training never saw."""
+    from txl.data.lacking import Lacking
 
-    lacking = [] if vocabulary is None else vocabulary.lacking(prompt)
+    if vocabulary is None:
+        return
+    tally = Lacking(vocabulary)
+    lacking = vocabulary.lacking(prompt)
+    for symbol in [*lacking, *vocabulary.unseen(prompt)]:
+        tally.add(symbol)
     if lacking:
         say(f"note: the vocabulary lacks {named(lacking)}; read as <unk>")
+    for note in tally.notes("the prompt"):
+        say(f"note: {note}")

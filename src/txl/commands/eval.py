@@ -243,7 +243,7 @@ def _print(
         print_json(rows[0] if arguments.mem_lens is None else {**described, "rows": rows})
         return
     print_rows(rows)
-    for note in corpus.notes(arguments.split, trained_unknown(directory)):
+    for note in corpus.notes(arguments.split, trained_unknown(directory), directory.vocabulary()):
         say(f"note: {note}")
     if arguments.split == WHOLE or hint is not None:
         print(measured)

@@ -78,6 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.interop.vocabularies import read_vocabulary
 
     vocabulary = None if arguments.vocabulary is None else read_vocabulary(Path(arguments.vocabulary))
+    if vocabulary is not None:
+        vocabulary.seen = None  # the weights may have been trained on another text than the vocabulary's run
     config, notes = import_run(
         path,
         out,

@@ -24,6 +24,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.commands.options import Subparsers
+    from txl.data.lacking import Lacking
     from txl.evaluation.perplexity import Settings
     from txl.evaluation.surprisal import TextTotals, TokenSurprisal
 
@@ -79,6 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
         refuse_formats([path])  # before the model is loaded
     check_output_file(arguments.out, path)
     from txl.allocator import keep_freed_memory
+    from txl.data.lacking import Lacking
     from txl.data.prepared import unknown_note
     from txl.evaluation.surprisal import line_end_note, surprisals
     from txl.runs.corpus import trained_unknown
@@ -113,19 +115,23 @@ def run(arguments: argparse.Namespace) -> None:
     plain = path is not None and path.suffix not in COMPRESSED
     size = path.stat().st_size if path is not None and plain else None
     with output(arguments.out) as file:
-        total = _write(rows, file, arguments.format, size, quiet=arguments.out is None and sys.stdout.isatty())
+        quiet = arguments.out is None and sys.stdout.isatty()
+        total = _write(rows, file, arguments.format, size, lacking := Lacking(vocabulary, normalise), quiet)
     has_mark = path is not None and next(Piece(path, 0, len(_MARK)).blocks(), b"") == _MARK
     for note in (
         None if path is None else reading_note([path], vocabulary.kind),
         line_end_note(total, has_mark, normalise, vocabulary.kind),
-        unknown_note(vocabulary.kind, total.unknown, total.tokens, "the text", trained_unknown(run_directory)),
+        unknown_note(lacking, total.unknown, total.tokens, "the text", trained_unknown(run_directory)),
+        *lacking.notes("the text"),
     ):
         if note is not None:
             say(f"note: {note}")
 
 
-def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, quiet: bool) -> TextTotals:
-    """Write the table, print its totals on standard error, and return the totals."""
+def _write(
+    rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int | None, lacking: Lacking, quiet: bool
+) -> TextTotals:
+    """Write the table, tally what is lacking, print the table's totals on standard error, and return the totals."""
     from txl.evaluation.surprisal import COLUMNS, TextTotals, json_line, tsv_line
 
     line, total = tsv_line if form == "tsv" else json_line, TextTotals()
@@ -133,6 +139,7 @@ def _write(rows: Iterator[TokenSurprisal], file: IO[str], form: str, size: int |
     with progress:
         for index, row in enumerate(rows):
             total.add(row)
+            lacking.read(row.text, row.unknown)
             if index == 0 and form == "tsv":  # not before the loop: a text that cannot be read leaves no output
                 file.write("\t".join(COLUMNS) + "\n")
             file.write(line(row))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -187,7 +188,7 @@ def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress:
         vocabulary, splits = _number_words(directory, readers, recipe, progress)
     else:
         vocabulary, splits = recipe.vocabulary or _make_vocabulary(pieces, recipe, progress), {}
-    vocabulary.save(directory / "vocabulary.json")
+    (directory / "vocabulary.json").write_text(json.dumps(vocabulary.to_json(), ensure_ascii=False), encoding="utf-8")
     dtype = token_dtype(len(vocabulary))
     for split, reader in readers.items():
         if split not in splits:

@@ -5,22 +5,28 @@ A token file holds the token ids of a split as little-endian integers and is rea
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
+from txl.data.counting import whole_words
+from txl.data.lacking import Lacking
 from txl.data.located import bytes_before, located_tokens
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
+from txl.data.words import unjoined
 from txl.errors import UserError
 from txl.files import JsonObject, file_sha256, read_json, write_whole
 
@@ -244,20 +250,52 @@ class Corpus:
         record = self._meta["splits"].get(split)
         return None if record is None else record["unknown"] / record["tokens"]
 
-    def notes(self, split: str, trained: float | None = None) -> list[str]:
+    def symbols(self, split: str) -> dict[int, int]:
+        """Return the number of times that each character, by its code point, occurs in the text of a split.
+
+        A byte that is not UTF-8 counts as U+DC80 to U+DCFF.
+        """
+        counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+        for block in chain(self.text_bytes(split), [b""]):
+            text = decoder.decode(block, final=not block).encode("utf-32-le", errors="surrogatepass")
+            found = np.bincount(np.frombuffer(text, dtype=np.uint32))
+            counts[: len(found)] += found
+        return {code: int(counts[code]) for code in np.flatnonzero(counts).tolist()}
+
+    def lacking(self, split: str, vocabulary: Vocabulary) -> Lacking:
+        """Return the tally of the words and characters of a split that a vocabulary, or its training text, lacks."""
+        tally = Lacking(vocabulary)
+        if isinstance(vocabulary, WordVocabulary):
+            path = self._path(split, "text")
+            for text, _ in whole_words(Piece(path), self.text_bytes(split)) if path.is_file() else ():
+                for word in vocabulary.cut(text):
+                    if word not in vocabulary.ids:
+                        tally.add(unjoined(word)[1])
+        elif vocabulary.kind == "char" or vocabulary.seen is not None:
+            for code, count in self.symbols(split).items():
+                if not tally.knows(chr(code)):
+                    tally.add(chr(code), count)
+        return tally
+
+    def notes(self, split: str, trained: float | None = None, vocabulary: Vocabulary | None = None) -> list[str]:
         """Return notes for the reader of a split's results: what may be read in another way than meant, what
-        normalising changed, and the share of `<unk>`.
+        normalising changed, the share of `<unk>`, and what a model's training text lacks.
 
         Args:
-            split: split whose `<unk>` tokens are reported.
+            split: split whose tokens are reported.
             trained: share of `<unk>` in a model's training text; None: unknown.
+            vocabulary: vocabulary of a model, with the characters of its training text; None: the corpus's.
         """
         record = self._record(split)
         counts = self._meta.get("normalised", {})
         read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
-        unknown = unknown_note(self.unit, record["unknown"], record["tokens"], f"the {split} split", trained)
         kept = f"{read} (data.normalise false keeps them)" if read else None
-        return [note for note in (self._meta.get("note"), kept, unknown) if note is not None]
+        vocabulary, where = vocabulary or self.vocabulary, f"the {split} split"
+        is_lacking = record["unknown"] > 0 or vocabulary.seen is not None
+        lacking = self.lacking(split, vocabulary) if is_lacking else Lacking(vocabulary)
+        unknown = unknown_note(lacking, record["unknown"], record["tokens"], where, trained)
+        return [note for note in (self._meta.get("note"), kept, unknown, *lacking.notes(where)) if note is not None]
 
     def verify(self) -> None:
         """Compare all files with their recorded hashes."""
@@ -305,11 +343,11 @@ def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | N
     return f"{name} is read {' and '.join(parts)}" if parts else None
 
 
-def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
+def unknown_note(lacking: Lacking, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
     """Return a note on the share of `<unk>` in a text and its effect on results; None if there is no `<unk>`.
 
     Args:
-        unit: unit of the tokens.
+        lacking: tally of the unknown words or characters.
         unknown: number of `<unk>` tokens.
         tokens: number of all tokens.
         where: description of the text, such as "the valid split".
@@ -317,10 +355,12 @@ def unknown_note(unit: str, unknown: int, tokens: int, where: str, trained: floa
     """
     if not unknown:
         return None
-    symbol = {"char": "character"}.get(unit, unit)
+    symbol = "word" if lacking.is_word else "character"
     found = f"{unknown:,} of {tokens:,} {symbol}s of {where} ({_percent(unknown / tokens)}) are <unk>"
     if trained == 0:
-        remedy = "data.min_count 2 would train it" if unit == "word" else "the units byte and bpe lack nothing"
+        remedy = "data.min_count 2 would train it"
+        if not lacking.is_word:
+            found, remedy = f"{found} ({lacking.names()})", "replace them, or train on text that has them"
         return f"{found}, which training never saw: their losses are noise, also in every average; {remedy}"
     seen = "" if trained is None else f" (in training {_percent(trained)})"
     return (

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
-from txl.errors import UserError
-from txl.files import JsonObject, read_json, replacing
+from txl.errors import UserError, named
+from txl.files import JsonObject, read_json, write_whole
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
@@ -51,6 +51,9 @@ class Vocabulary(ABC):
     """True if a text's byte order mark is removed and \\r\\n is read as \\n; always False for bytes."""
     lower: bool = False
     """True if a text is read in lower case; only in vocabularies of characters and words."""
+    seen: frozenset[int] | None = None
+    """Code points of the characters of a model's training text (bytes and BPE tokens only; None: not known). A byte
+    that is not UTF-8 counts as U+DC80 to U+DCFF. Equality and hashes of vocabularies ignore this."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -66,6 +69,15 @@ class Vocabulary(ABC):
     def lacking(self, text: str) -> list[str]:
         """Return the words or characters that `encode` reads as `<unk>`, each once, in the order of the text."""
         return []
+
+    def unseen(self, text: str) -> list[str]:
+        """Return the characters of a text that the training text never had, each once, in the order of the text.
+
+        Bytes and BPE tokens can be trained only on the characters of the training text: for other characters, the
+        model's probabilities are noise. The list is empty for other units (see `lacking`) and if `seen` is None.
+        """
+        characters = dict.fromkeys(self.read(text)) if self.seen is not None else {}
+        return [each for each in characters if ord(each) not in (self.seen or ())]
 
     def read(self, text: str) -> str:
         """Return a text as `encode` reads it: normalised if `normalise` is True."""
@@ -138,16 +150,13 @@ class Vocabulary(ABC):
         """Return `values` with the entries that all kinds of vocabulary have; the format is the lowest possible one."""
         values |= {name: True for name in ("normalise", "lower") if getattr(self, name)}
         is_third = self.lower or "unk_id" in values or None in (values.get("eos", EOS), values.get("unk", UNK))
-        return {
-            "format": 3 if is_third else 2 if self.normalise or "rule" in values else 1,
-            "kind": self.kind,
-            **values,
-        }
+        lowest = 3 if is_third else 2 if self.normalise or "rule" in values else 1
+        return {"format": lowest, "kind": self.kind, **values}
 
     def save(self, path: Path) -> None:
-        """Write the vocabulary as JSON; the file is either written completely or left unchanged."""
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(self.to_json(), ensure_ascii=False), encoding="utf-8")
+        """Write the vocabulary and `seen` as JSON; the file is either written completely or left unchanged."""
+        values = self.to_json() | ({} if self.seen is None else {"seen": sorted(self.seen)})
+        write_whole(path, json.dumps(values, ensure_ascii=False))
 
     @staticmethod
     def load(path: Path, remedy: str = "") -> Vocabulary:
@@ -157,9 +166,14 @@ class Vocabulary(ABC):
         except FileNotFoundError:
             raise UserError(f"{path}: no such file; expected a vocabulary") from None
         try:
-            return Vocabulary.from_json(values, remedy)
+            vocabulary = Vocabulary.from_json(values, remedy)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
+        if (seen := values.get("seen")) is not None:
+            if not isinstance(seen, list) or not all(type(each) is int for each in seen):
+                raise UserError(f"{path}: seen is not a list of code points{f'; {remedy}' if remedy else ''}")
+            vocabulary.seen = frozenset(seen)
+        return vocabulary
 
 
 class ByteVocabulary(Vocabulary):
@@ -524,13 +538,6 @@ def _small_letters() -> dict[int, int]:
     """Return the code point of the small letter for that of each capital that has a single one."""
     letters = ((code, chr(code).lower()) for code in range(sys.maxunicode + 1))
     return {code: ord(small) for code, small in letters if len(small) == 1 and ord(small) != code}
-
-
-def named(symbols: Iterable[str]) -> str:
-    """Return words, or characters with their code points, as a list for a message, which names eight of them."""
-    listed = list(symbols)
-    shown = [f"{each!r} (U+{ord(each):04X})" if len(each) == 1 else each for each in listed[:8]]
-    return ", ".join(shown) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
 
 
 def _without_long_pieces(text: str) -> list[str]:

@@ -93,7 +93,7 @@ class RunDirectory:
 
     def write_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Write vocabulary.json."""
-        write_whole(self.path / "vocabulary.json", json.dumps(vocabulary.to_json(), ensure_ascii=False))
+        vocabulary.save(self.path / "vocabulary.json")
 
     def vocabulary(self) -> Vocabulary | None:
         """Read the run's vocabulary; None for an imported model without a vocabulary."""

@@ -302,3 +302,22 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
 def _classifiers(names: set[str]) -> str:
     count = len({name.rpartition(".")[0] for name in names})
     return f"{count} classifier{'s' if count > 1 else ''} of auxiliary losses"
+
+
+def characters_seen(corpus: Corpus, source: RunDirectory | None) -> frozenset[int] | None:
+    """Return the characters that a new run of bytes or BPE tokens is trained on, for `Vocabulary.seen`.
+
+    Args:
+        corpus: corpus of the run.
+        source: run that the weights come from, whose characters count too; None: new weights.
+
+    Returns:
+        None for other units, or if the characters of the source are not recorded.
+    """
+    if corpus.unit not in ("byte", "bpe"):
+        return None
+    seen = frozenset(corpus.symbols("train"))
+    if source is None:
+        return seen
+    vocabulary = source.vocabulary()
+    return None if vocabulary is None or vocabulary.seen is None else seen | vocabulary.seen

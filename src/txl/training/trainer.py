@@ -43,6 +43,7 @@ from txl.training.snapshot import seed_of_process
 from txl.training.starting import (
     begins_here,
     changed_fields,
+    characters_seen,
     check_same_model,
     extension_changes,
     is_ours,
@@ -174,7 +175,7 @@ class Trainer:
         with torch.random.fork_rng(devices=devices), precision, self._display(corpus.unit) as display:
             loop = self._loop(corpus, source, display, is_new)
             if is_new:
-                self._begin(loop, keep_weights=source is not None)
+                self._begin(loop, source)
             else:
                 self._go_on(loop)
             loop.train()
@@ -250,13 +251,15 @@ class Trainer:
         setup = TrainingSetup(self.run, self.directory, corpus, self.device, trained, stream, display, log)
         return TrainingLoop(setup, setup.first_state(build_optimizer(model, train)))
 
-    def _begin(self, loop: TrainingLoop, keep_weights: bool) -> None:
+    def _begin(self, loop: TrainingLoop, source: RunDirectory | None) -> None:
         """Write the files that make the directory a run; config.json is written last."""
         if self.processes.is_first:
-            self.directory.write_vocabulary(loop.setup.corpus.vocabulary)
+            vocabulary = loop.setup.corpus.vocabulary
+            vocabulary.seen = characters_seen(loop.setup.corpus, source)
+            self.directory.write_vocabulary(vocabulary)
         self._announce(loop, EventName.START)
         self._note_what_belongs(loop)
-        if keep_weights:
+        if source is not None:
             # With its own checkpoint the run does not depend on the source of its weights.
             loop.saver.save(loop.state)
             loop.saver.wait()
