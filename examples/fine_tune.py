@@ -11,6 +11,7 @@ was stopped goes on. `txl import`, `txl train --init-from` and `txl eval` do the
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import txl
@@ -36,7 +37,7 @@ def main() -> None:
             print(f"note: {note}")
     model, vocabulary = txl.load(imported)
     if vocabulary is None:
-        raise SystemExit("this checkpoint has no vocabulary with it; give one with --vocabulary")
+        raise txl.UserError(f"{options.checkpoint} has no vocabulary with it; give one with --vocabulary")
 
     # 2. The text, in the vocabulary of the checkpoint; 5% of it each for validation and test.
     corpus = txl.open_corpus(options.corpus, vocabulary=vocabulary, data_dir=options.data_dir)
@@ -86,5 +87,6 @@ def read_options() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except txl.UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    except (txl.UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -62,6 +62,18 @@ def new_lines(path: Path, from_start: bool, once: bool) -> Iterator[str]:
                     break
 
 
+class Refused(Exception):
+    """What the server does not do, or why it cannot be reached, in one line."""
+
+
+def message_of(error: urllib.error.HTTPError) -> str:
+    """Return why a server refused a request."""
+    try:
+        return json.loads(error.read())["error"]["message"]
+    except (ValueError, KeyError, TypeError):  # another program listens there
+        return f"{error}; is it txl serve?"
+
+
 class Stream:
     """A stream of the server, made anew if the server has forgotten it."""
 
@@ -77,14 +89,17 @@ class Stream:
                 found = self._post(f"/v1/streams/{self._id}/append", {"text": text})
                 return found["bits"] / len(text)
             except urllib.error.HTTPError as error:
-                if error.code == 404:  # it was idle for too long, or the server was started anew
+                if (
+                    error.code == 404 and self._id is not None
+                ):  # it was idle for too long, or the server was started anew
                     self._id = None
                 elif error.code in (409, 429, 503):
                     time.sleep(float(error.headers.get("Retry-After", "1")))
                 else:
-                    sys.exit(json.loads(error.read())["error"]["message"])
-            except urllib.error.URLError as error:
-                sys.exit(f"{self._url}: {error.reason}; is txl serve running there?")
+                    raise Refused(f"{self._url}: {message_of(error)}") from None
+            except (urllib.error.URLError, TimeoutError, ValueError, KeyError, TypeError) as error:
+                reason = getattr(error, "reason", error)
+                raise Refused(f"{self._url}: {reason}; is txl serve running there?") from None
 
     def _post(self, path: str, value: dict[str, Any]) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
@@ -100,3 +115,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except (OSError, Refused) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -4,7 +4,8 @@
     python examples/reading_times.py runs/mine article.txt --simulate 20 --out study
 
 `times.tsv` has a header and the columns `word` (number of the word in the text, from 0, words being what lies between
-white space), `reader` and `milliseconds`, separated by tabs. `--simulate N` draws N readers instead, whose times depend
+white space), `reader` and `milliseconds`, separated by tabs, commas or semicolons, as Excel and R write them. Rows
+without a number (empty, `NA`, `NaN`) are left out. `--simulate N` draws N readers instead, whose times depend
 on surprisal by 4 ms per bit: a check that the analysis finds what is there, not a finding.
 
 Predictors of a word's reading time: its surprisal and that of the word before it (readers spill over), its length, and
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,7 @@ import numpy as np
 import txl
 
 PREDICTORS = ("surprisal", "surprisal of the word before", "length", "log frequency")
+FEWEST = 10  # reading times that a fit and its plot need
 UNITS = ("bit", "bit", "character", "unit of the logarithm")
 
 
@@ -51,6 +54,7 @@ class Times:
 def main() -> None:
     """Score the text, fit, plot."""
     options = read_options()
+    times = None if options.times is None else read_times(options.times)
     model, vocabulary = txl.load(options.run)
     tested = txl.RunConfig.from_dict(json.loads(Path(options.run, "config.json").read_text(encoding="utf-8"))).eval
     words = score_words(model, vocabulary, options.text, tested.lengths.options())  # the lengths of `txl score`
@@ -59,8 +63,12 @@ def main() -> None:
 
     table = predictors(words)
     rng = np.random.default_rng(options.seed)
-    times = simulate(table, options.simulate, rng) if options.times is None else read_times(options.times)
-    times = keep_predicted(times, table)
+    times = keep_predicted(simulate(table, options.simulate, rng) if times is None else times, table)
+    if len(times.word) < FEWEST:
+        raise txl.UserError(
+            f"{len(times.word)} reading times belong to words whose surprisal and that of the word before are known; "
+            f"expected {FEWEST} or more: check that column word counts the words of {options.text} from 0"
+        )
     found = fit(table, times)
     intervals = bootstrap(table, times, rng)
 
@@ -123,19 +131,46 @@ def simulate(table: dict[int, np.ndarray], readers: int, rng: np.random.Generato
 
 def read_times(path: Path) -> Times:
     """Read a table of reading times; readers may have any names."""
-    with open(path, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file, delimiter="\t"))
-    names = {name: number for number, name in enumerate(dict.fromkeys(row["reader"] for row in rows))}
-    return Times(
-        np.array([int(row["word"]) for row in rows]),
-        np.array([names[row["reader"]] for row in rows]),
-        np.array([float(row["milliseconds"]) for row in rows]),
-    )
+    columns = ("word", "reader", "milliseconds")
+    words: list[int] = []
+    readers: list[str] = []
+    times: list[float] = []
+    left_out = 0
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # Excel writes a byte order mark
+            header = file.readline()
+            separator = max("\t,;", key=header.count)
+            file.seek(0)
+            rows = csv.DictReader(file, delimiter=separator)
+            for column in columns:
+                if column not in (rows.fieldnames or ()):
+                    raise txl.UserError(
+                        f"{path}: no column {column!r} in its first line, {header.strip()!r}; expected the columns "
+                        f"{', '.join(columns)}"
+                    )
+            for row in rows:
+                word, reader, milliseconds = (str(row[column] or "").strip() for column in columns)
+                if any(each.lower() in ("", "na", "nan") for each in (word, reader, milliseconds)):
+                    left_out += 1
+                    continue
+                if separator == ";":  # where a comma divides the decimals
+                    milliseconds = milliseconds.replace(",", ".")
+                try:
+                    words.append(int(word.removesuffix(".0")))
+                    times.append(float(milliseconds))
+                    readers.append(reader)
+                except ValueError as error:
+                    raise txl.UserError(f"{path}, line {rows.line_num}: {error}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise txl.UserError(f"{path}: not a table in UTF-8 ({error}); save it as CSV in UTF-8") from None
+    if left_out:
+        print(f"{left_out:,} rows without a number were left out")
+    return Times(np.array(words, dtype=np.int64), np.unique(readers, return_inverse=True)[1], np.array(times))
 
 
 def keep_predicted(times: Times, table: dict[int, np.ndarray], most: float = 3000) -> Times:
     """Return the times of words that have predictors; longer ones than `most` milliseconds are taken for pauses."""
-    kept = np.array([number in table for number in times.word]) & (times.milliseconds < most)
+    kept = np.array([number in table for number in times.word], dtype=bool) & (times.milliseconds < most)
     return Times(times.word[kept], times.reader[kept], times.milliseconds[kept])
 
 
@@ -207,5 +242,6 @@ def read_options() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except txl.UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    except (txl.UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

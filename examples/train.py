@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 
 import numpy as np
 import torch
@@ -130,4 +131,8 @@ def read_options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (txl.UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import csv
+import http.server
 import importlib.util
 import re
+import runpy
+import socket
 import subprocess
 import sys
+import threading
 from argparse import Namespace
 from pathlib import Path
 
+import pytest
 import torch
 
 import txl
@@ -91,6 +97,90 @@ def test_reading_times_of_a_table_are_read_and_pauses_left_out(trained, story, t
     times.write_text("word\treader\tmilliseconds\n" + pause + "".join(rows))
     printed = run("reading_times.py", trained, text, "--times", times, "--out", tmp_path / "study")
     assert "116 reading times of 2 readers" in printed  # two readers; no surprisal of the word before for words 0 and 1
+
+
+@pytest.mark.parametrize(
+    ("separator", "encoding", "decimals"), [(",", "utf-8-sig", "."), (";", "utf-8-sig", ","), ("\t", "utf-8", ".")]
+)
+def test_tables_of_excel_and_r_are_read(separator, encoding, decimals, tmp_path):
+    rows = [["reader", "note", "milliseconds", "word"], ["Ada", "a, b; c", f"312{decimals}5", "7"]]
+    rows += [["Ben", "", each, "8"] for each in ("NA", "", "NaN")] + [["NA", "", "200", "9"], ["Ben", "", "200", "9.0"]]
+    with open(tmp_path / "times.csv", "w", encoding=encoding, newline="") as file:
+        csv.writer(file, delimiter=separator).writerows(rows)
+    found = runpy.run_path(str(EXAMPLES / "reading_times.py"))["read_times"](tmp_path / "times.csv")
+    assert found.word.tolist() == [7, 9]
+    assert found.reader.tolist() == [0, 1]
+    assert found.milliseconds.tolist() == [312.5, 200]
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            b"word,reader\n1,a\n",
+            "no column 'milliseconds' in its first line, 'word,reader'; expected the columns word,",
+        ),
+        (b"", "no column 'word' in its first line, ''"),
+        (b"word,reader,milliseconds\n1,a,200\nx,a,300\n", "times, line 3: invalid literal for int"),
+        (b"word,reader,milliseconds\n1,a,fast\n", "times, line 2: could not convert string to float: 'fast'"),
+        ("word,reader,milliseconds\n".encode("utf-16"), "times: not a table in UTF-8"),
+        (b"word,reader,milliseconds\n1,J\xf6rg,200\n", "times: not a table in UTF-8"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused(table, said, tmp_path):
+    (tmp_path / "times").write_bytes(table)
+    with pytest.raises(txl.UserError, match=re.escape(said)):
+        runpy.run_path(str(EXAMPLES / "reading_times.py"))["read_times"](tmp_path / "times")
+
+
+def test_mistakes_give_one_line(trained, story, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # listens, and then no longer
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+    (tmp_path / "log").write_text("a line\n")
+    (tmp_path / "times").write_text("word,reader,milliseconds\n" + "100000,a,200\n" * 20)
+    cases: list[tuple[tuple[object, ...], str]] = [
+        (
+            ("reading_times.py", trained, story, "--times", tmp_path / "times", "--out", tmp_path),
+            "0 reading times belong",
+        ),
+        (("reading_times.py", trained, story, "--times", tmp_path / "none"), "No such file or directory"),
+        (("train.py", "--corpus", tmp_path / "none.txt"), "none.txt"),
+        (("fine_tune.py", tmp_path / "none.pt", "--corpus", tmp_path / "log", "--out", tmp_path / "out"), "none.pt"),
+        (("reading_times.py", tmp_path / "none", tmp_path / "log", "--simulate", 2), "none"),
+        (("follow_log.py", tmp_path / "none.log", "--once"), "No such file or directory"),
+        (("follow_log.py", tmp_path / "log", "--once", "--from-start", "--url", url), "is txl serve running there?"),
+    ]
+    for words, said in cases:
+        assert said in mistake(*words)
+
+
+def test_another_program_than_the_server_is_named(tmp_path):
+    (tmp_path / "log").write_text("a line\n")
+    with http.server.HTTPServer(("127.0.0.1", 0), Silent) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{other.server_address[1]}"
+        said = mistake("follow_log.py", tmp_path / "log", "--once", "--from-start", "--url", url)
+        other.shutdown()
+    assert "HTTP Error 404: Not Found; is it txl serve?" in said
+
+
+class Silent(http.server.BaseHTTPRequestHandler):
+    """Server that knows no path."""
+
+    def do_POST(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def mistake(*words: object) -> str:
+    """Run an example that must end with exit code 2 and one line, and return the line."""
+    command = [sys.executable, str(EXAMPLES / str(words[0])), *map(str, words[1:])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr
 
 
 def test_fine_tuning_an_imported_checkpoint(tmp_path):
