@@ -24,6 +24,19 @@ BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --tr
 """About what `txl train --minutes 2` chooses for a novel."""
 TUNING, RATES = shlex.split("--steps 500 --batch-size 8"), (3.2e-3, 1e-3, 3.2e-4)
 """Options of tuning; its peak rates, the first that of the base run."""
+FIGURES = (
+    "checkpoint",
+    "sha256_text",
+    "tokens",
+    "nll",
+    "ppl",
+    "bits_per_byte",
+    "segment",
+    "mem_len",
+    "window",
+    "dtype",
+)
+"""Fields of an evaluation that are recorded."""
 
 
 def command(*words: object) -> str:
@@ -38,10 +51,11 @@ def command(*words: object) -> str:
 
 def measured(run: Path, old: str, new: str) -> dict[str, Any]:
     """Return the results on the test splits of both texts, read in the run's vocabulary."""
-    return {
-        name: json.loads(command("eval", run, "--corpus", text, "--json"))
-        for name, text in (("old", old), ("new", new))
-    }
+    results = {}
+    for name, text in (("old", old), ("new", new)):
+        result = json.loads(command("eval", run, "--corpus", text, "--json"))
+        results[name] = {figure: result[figure] for figure in FIGURES}
+    return results
 
 
 def main(out: str, old: str, new: str, folder: str, *seeds: str) -> None:
