@@ -62,6 +62,7 @@ NFD = unicodedata.normalize("NFD", "é")
         (words(f"caf{NFD}"), "café", ["accents in one with their letters (NFC), such as café: convert the text to NFD"]),
         (words("我们"), "今天我们去看了一场很好的电影", ["1 of the 1 words that the vocabulary lacks are long, such as 今天我们"]),
         (words("我", "们"), "今天我们去看了一场很好的电影", ["put spaces between them, as in the training text"]),
+        (words(), "ACGT" * 8, ["for a text without spaces between words, use the unit char or bpe"]),
         (words("the", "mill"), "zebra quagga", []),
         (CharVocabulary("abcé"), f"A{NFD}ß", ["known in lower case, such as A", "(NFD): convert the text to NFC"]),
         (

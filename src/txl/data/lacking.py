@@ -173,9 +173,8 @@ class Lacking:
                 f"({_TOKENISED[self._convention or None]}); tokenise this text in the same way"
             )
         assert isinstance(self._vocabulary, WordVocabulary)
-        if all(
-            len(word) == 1 or word in (self._vocabulary.eos, self._vocabulary.unk) for word in self._vocabulary.words
-        ):
+        own = (self._vocabulary.eos, self._vocabulary.unk)
+        if {len(word) for word in self._vocabulary.words if word not in own} == {1}:
             return f"{which} are several characters, {such}: put spaces between them, as in the training text"
         return f"{which} are long, {such}: for a text without spaces between words, use the unit char or bpe"
 
