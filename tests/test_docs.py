@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_functions_and_files_of_the_code_are_where_they_are_said_to_be(page):
         source = (package / file).read_text(encoding="utf-8")
         for name in re.findall(r"(\w+)`", names):
             assert re.search(rf"^\s*(?:def |class |async def )?{name}\b(?:[(:\[]| =)", source, flags=re.MULTILINE), name
+
+
+def test_the_perplexities_of_fine_tuning_are_those_of_the_record():
+    record = json.loads((DOCS.parent / "results" / "fine-tuning.json").read_text(encoding="utf-8"))
+    page = (DOCS / "how-to" / "fine-tune.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (not tuned|[\d.e-]+).* \| ([\d.]+) \| ([\d.]+) \|$", page, flags=re.MULTILINE)
+    assert [(None if rate == "not tuned" else float(rate), new, old) for rate, new, old in rows] == [
+        (row["learning_rate"], f"{row['new']['ppl']:.2f}", f"{row['old']['ppl']:.2f}")
+        for row in record["output"]["rows"]
+    ]
 
 
 def test_every_page_is_in_the_table_of_contents():

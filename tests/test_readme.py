@@ -25,10 +25,11 @@ from txl.commands.demo import (
     whole_lines,
 )
 from txl.config import validate, with_options
+from txl.files import JsonObject
 from txl.presets.minutes import StepTimes
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
-from txl.runs.events import DemoEvent, EndEvent, select
+from txl.runs.events import CompressionEvent, DemoEvent, EndEvent, SweepEvent, select
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "interop" / "golden"
@@ -91,6 +92,49 @@ def test_the_speeds_are_those_of_the_record():
     token = f"| on two CPU cores (AMD EPYC): speed of generating a token, enwik8-12L, {dtypes} | "
     assert f"{token}{told('one-token step', 1)} times faster |" in README
     assert f"T = M = 512, {dtypes} | {told('training step', 512)} times faster |" in README
+
+
+def test_the_speed_on_a_gpu_is_that_of_the_record():
+    rows = json.loads((ROOT / "results" / "gpu-nvidia-h200-peers.json").read_text(encoding="utf-8"))["rows"]
+
+    def speed(function: str, **given: str) -> float:
+        (row,) = [row for row in rows if row["function"] == function and row["given"] == given]
+        return row["figures"]["tokens_per_second"]
+
+    theirs = speed("huggingface", dtype="bfloat16")
+    ours = [
+        speed("training", preset="enwik8-12L", attention="triton", mode=mode) / theirs for mode in ("captured", "eager")
+    ]
+    assert f"both in bfloat16 | {ours[0]:.1f} times faster with `--train.capture true`" in README
+    assert f", {ours[1]:.1f} without |" in README
+
+
+def test_the_time_to_quality_is_that_of_the_record():
+    texts = json.loads((ROOT / "results" / "quality.json").read_text(encoding="utf-8"))["output"]["texts"]
+    measured = {each["text"]: each["muon_of_authors"]["seconds"] * each["settings"]["peer_ratio"] for each in texts}
+    said = re.findall(r"in (0\.\d\d)\s+of its time|in (0\.\d\d)\s+on|in (0\.\d\d)\s+on", README)
+    assert [float("".join(each)) for each in said] == [round(measured[name], 2) for name in ("stdlib", "ptb", "enwik8")]
+
+
+def test_the_demo_needs_the_bits_of_its_records():
+    def output(name: str) -> list[JsonObject]:
+        return json.loads((ROOT / "results" / f"{name}.json").read_text(encoding="utf-8"))["output"]["measurements"]
+
+    def bits(name: str) -> str:
+        (sweep,) = select(output(name), SweepEvent)
+        return f"{sweep['rows'][-1]['bits_per_byte']:.3f}"
+
+    seeds = [bits(f"demo{seed}") for seed in ("", "-seed-2", "-seed-3")]
+    assert f"| {seeds[0]}; other seeds {seeds[1]} and {seeds[2]} |" in README
+    assert f"1,500 steps | {bits('demo-1500')} |" in README
+    assert f"in float32 | {bits('demo-500')} |" in README
+    (sizes,) = select(output("demo"), CompressionEvent)
+    assert "lzma_after_training_text" in sizes
+    lzma, after, bz2 = (
+        8 * size / sizes["text"] for size in (sizes["lzma"], sizes["lzma_after_training_text"], sizes["bz2"])
+    )
+    assert f"| {lzma:.3f}; {after:.3f} |" in README
+    assert f"| `bz2` | {bz2:.3f} |" in README
 
 
 def test_the_python_runs(story, tmp_path, data_dir, monkeypatch, capsys):
