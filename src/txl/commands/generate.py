@@ -19,7 +19,7 @@ from txl.commands.options import (
     add_memory_options,
     add_sampling_options,
 )
-from txl.commands.output import print_json, record
+from txl.commands.output import print_json, record, say
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.runs.events import EventName
@@ -83,6 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.seed is not None and arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
     Sampling(arguments.top_k, arguments.top_p, arguments.temperature)  # refuses bad values
+    if any("\\n" in each for each in arguments.stop):
+        say("note: --stop has a backslash and an n, not a line end; in bash a line end is $'\\n'")
     run_directory, config, checkpoint = run_to_read(arguments)
     lengths = tested_lengths(arguments, config).options()
     import torch
