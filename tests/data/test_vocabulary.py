@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from unittest import mock
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, pre_tokenizers
 
 from txl.data import vocabulary as module
 from txl.data.counting import word_vocabulary
@@ -288,3 +290,72 @@ def test_vocabularies_of_some_bytes_and_of_a_closed_alphabet():
         ByteVocabulary([1, 1])
     with pytest.raises(UserError, match="a character twice"):
         CharVocabulary("aa")
+
+
+PARTS = (
+    " ",
+    "  ",
+    "\n",
+    "\t",
+    "\r\n",
+    "\x1c",
+    "\x85",
+    "\xa0",
+    "\u2003",
+    "\u3000",
+    "\u200b",
+    "'s",
+    "'",
+    "abc",
+    "The",
+    "12",
+)
+PARTS += ("\u5929\u5730", "e\u0301", "!", "...", "_", "\x00", "\U0001f600", "\u2167", "\ufeff", "<eos>", "\udc80")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "whitespace", "punctuation", "sentences"])
+def test_a_text_encoded_in_parts_has_the_same_tokens(kind, monkeypatch):
+    words = ["<eos>", "<unk>", "abc", "The", "!", "\uffed!", "12"]
+    vocabulary = {
+        "bpe": lambda: BpeVocabulary.train(["The abc's 12 abc! The\n\n12" * 9], 300, normalise=True),
+        "whitespace": lambda: WordVocabulary(words),
+        "punctuation": lambda: WordVocabulary(words, rule="punctuation", normalise=True),
+        "sentences": lambda: WordVocabulary(words, boundary="both"),
+    }[kind]()
+    chance = random.Random(1)
+    for _ in range(2000):
+        text = "".join(chance.choices(PARTS[: None if kind == "bpe" else -1], k=chance.randrange(14)))
+        whole = vocabulary.encode(text).tolist()
+        with monkeypatch.context() as changed:
+            changed.setattr("txl.data.vocabulary._AT_ONCE", chance.randrange(1, 6))
+            changed.setattr("txl.data.vocabulary._LONG", 3)
+            assert vocabulary.encode(text).tolist() == whole, repr(text)
+
+
+def test_long_texts_are_encoded_by_bpe_outside_of_the_interpreter_s_lock():
+    vocabulary = BpeVocabulary.train(["The river rose in the night. " * 9], 300)
+    text = "The river rose. " * 20_000
+    expected = vocabulary.tokenizer.encode(text).ids
+    batches = []
+
+    class Spy:
+        def encode(self, text):
+            pytest.fail("`Tokenizer.encode` keeps all other threads waiting")
+
+        def encode_batch_fast(self, texts):
+            batches.extend(texts)
+            return tokenizer.encode_batch_fast(texts)
+
+    tokenizer, vocabulary.tokenizer = vocabulary.tokenizer, Spy()
+    assert vocabulary.encode(text).tolist() == expected
+    assert max(map(len, batches)) < 70_000
+    assert "".join(batches) == text
+
+
+def test_bpe_of_other_borders_is_not_cut():
+    plain = BpeVocabulary.train(["The river rose."], 257)
+    assert plain.border is not None
+    for changes in ({"add_prefix_space": True}, {"use_regex": False}):
+        tokenizer = Tokenizer.from_str(plain.tokenizer.to_str())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(**{"add_prefix_space": False} | changes)
+        assert BpeVocabulary(tokenizer).border is None

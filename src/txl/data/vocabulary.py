@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, get_args
@@ -22,11 +22,18 @@ from txl.config import WordRule
 from txl.data.decoders import BytesDecoder, Decoder, SymbolDecoder, WordDecoder
 from txl.data.words import EOS, UNK, unjoined, words_and_ends
 from txl.errors import UserError, named
-from txl.files import JsonObject, read_json, write_whole
+from txl.files import JsonObject, is_utf8, read_json, write_whole
 
 BYTE_ORDER_MARK = "\ufeff"
 BPE_CHUNK = 1 << 16
 """Characters of a corpus passed to the BPE library at once; tokens do not cross the ends of these chunks."""
+_LONG = 1 << 14
+"""Characters from which BPE encodes a text outside of the interpreter's lock. This starts the library's own threads,
+and a later fork of the process then prints a warning of the library."""
+_AT_ONCE = 1 << 16
+"""Characters of a text after which it is cut at the next border, so that other threads run in between."""
+_WORD_BORDER = re.compile(r"\s")
+_BPE_BORDER = re.compile(r"(?<=\S)[ \n]")
 _FORMATS = (1, 2, 3)
 """Formats that can be read. Format 2 adds `normalise` and `rule`, format 3 `lower`, `unk_id`, and words without `<eos>`
 or `<unk>`: earlier readers would ignore or refuse them."""
@@ -55,6 +62,9 @@ class Vocabulary(ABC):
     """Code points of the characters of a model's training text (bytes and BPE tokens only; None: not known). A byte
     that is not UTF-8 counts as U+DC80 to U+DCFF. Equality and hashes of vocabularies ignore this."""
 
+    border: re.Pattern[str] | None = None
+    """Pattern of borders: if a text is cut before a match, the tokens of the parts are the tokens of the text."""
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -78,6 +88,15 @@ class Vocabulary(ABC):
         """
         characters = dict.fromkeys(self.read(text)) if self.seen is not None else {}
         return [each for each in characters if ord(each) not in (self.seen or ())]
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """Yield a text in parts of about `_AT_ONCE` characters that end at borders."""
+        start = 0
+        while start < len(text):
+            found = self.border.search(text, start + _AT_ONCE) if self.border else None
+            end = found.start() if found else len(text)
+            yield text[start:end]
+            start = end
 
     def read(self, text: str) -> str:
         """Return a text as `encode` reads it: normalised if `normalise` is True."""
@@ -352,6 +371,7 @@ class WordVocabulary(Vocabulary):
     """
 
     kind = "word"
+    border = _WORD_BORDER
 
     def __init__(
         self,
@@ -392,7 +412,8 @@ class WordVocabulary(Vocabulary):
         Raises:
             UserError: if a vocabulary without `<unk>` lacks words of the text, which the message names.
         """
-        ids = self.encode_words(self.cut(self.read(text)))
+        parts = [self.encode_words(self.cut(part)) for part in self._parts(self.read(text))]
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *parts])
         if self.boundary is None:
             return ids
         if self.boundary == "both":
@@ -445,6 +466,11 @@ class BpeVocabulary(Vocabulary):
             raise UserError("a bpe vocabulary whose ids are not 0, 1, 2 ... without gaps")
         self.pieces = [bytes(byte_of[symbol] for symbol in token) for token in sorted(ids, key=ids.__getitem__)]
         self._lengths = np.array([len(piece) for piece in self.pieces], dtype=np.int64)
+        # In this form, as `train` makes it, white space begins a new piece, or continues white space.
+        cut = tokenizer.pre_tokenizer
+        is_usual = isinstance(cut, pre_tokenizers.ByteLevel) and cut.use_regex and not cut.add_prefix_space
+        if is_usual and tokenizer.normalizer is None and not tokenizer.get_added_tokens_decoder():
+            self.border = _BPE_BORDER
 
     @staticmethod
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
@@ -466,13 +492,19 @@ class BpeVocabulary(Vocabulary):
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of a text: int64 [N]; each byte that is not UTF-8 (see `utf8`) is a separate token."""
-        ids: list[int] = []
-        for part in re.split("([\udc80-\udcff])", utf8(self.read(text)).decode("utf-8", errors="surrogateescape")):
-            if "\udc80" <= part <= "\udcff":
-                ids.append(self.pieces.index(utf8(part)))
-            else:
-                ids += self.tokenizer.encode(part).ids
-        return np.array(ids, dtype=np.int64)
+        found = [np.empty(0, dtype=np.int64)]
+        text = utf8(self.read(text)).decode("utf-8", errors="surrogateescape")
+        for whole in [text] if is_utf8(text) else re.split("([\udc80-\udcff])", text):
+            if "\udc80" <= whole <= "\udcff":
+                found.append(np.array([self.pieces.index(utf8(whole))]))
+                continue
+            for part in self._parts(whole):
+                if len(part) < _LONG:
+                    ids = self.tokenizer.encode(part).ids
+                else:  # `encode` would keep all other threads waiting
+                    ids = self.tokenizer.encode_batch_fast([part])[0].ids
+                found.append(np.fromiter(ids, np.int64, len(ids)))
+        return np.concatenate(found)
 
     def encode_block(self, text: str) -> np.ndarray:
         """Return the token ids of a block of a corpus: uint32 [N]. Chunks keep the encoding of long blocks fast."""
