@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from txl.allocator import keep_freed_memory
+from txl.allocator import keep_freed_memory, return_freed_memory
 from txl.benchmarking.operations import forward_operations, matmul_rate
 from txl.cli import main
 from txl.config import TransformerXLConfig
@@ -123,9 +123,32 @@ print(int(kept), sum(faults[6:]))
     assert found["keep"][1] < found["default"][1] / 4  # measured: 1/60 to 1/10
 
 
+def test_freed_memory_that_was_kept_can_be_returned():
+    code = """
+import re
+from txl.allocator import keep_freed_memory, return_freed_memory
+def resident():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
+kept, before = keep_freed_memory(), resident()
+data = [bytearray(1 << 20) for _ in range(200)]
+last = bytearray(1 << 20)
+del data
+freed = resident()
+return_freed_memory()
+print(int(kept), freed - before, resident() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    kept, freed, returned = map(int, done.stdout.split())
+    if not kept:
+        pytest.skip("this C library is not glibc")
+    assert freed > 190
+    assert returned < 20
+
+
 def test_keep_freed_memory_says_no_elsewhere(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     assert keep_freed_memory() is False
+    return_freed_memory()
 
 
 def test_table9_measures_both_models_at_every_length(capsys):

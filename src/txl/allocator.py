@@ -1,4 +1,4 @@
-"""Setting of the C library that keeps freed memory for reuse while a program trains or evaluates on a CPU."""
+"""Freed memory: kept for reuse while a program trains, evaluates or serves on a CPU, or returned to the system."""
 
 from __future__ import annotations
 
@@ -18,10 +18,20 @@ def keep_freed_memory() -> bool:
     Returns:
         True if glibc accepted the setting; False if it did not, or if the C library is not glibc.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is None:
         return False
     kept = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
     return bool(library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)) and bool(kept)
+
+
+def return_freed_memory() -> None:
+    """Return the memory that is free now to the system, also after `keep_freed_memory`; without glibc, do nothing."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "gnu_get_libc_version") else None

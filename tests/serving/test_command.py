@@ -71,6 +71,28 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
     assert (folder / f"{made['id']}.safetensors").is_file()
 
 
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_signals_that_end_a_program_save_the_streams_first(trained, tmp_path, name):
+    folder = tmp_path / "streams"
+    with process(trained, "--streams", str(folder)) as (started, url):
+        httpx.post(f"{url}/v1/streams", json={"text": TEXT}, timeout=30)
+        assert f"stopped; 1 stream saved in {folder}" in ends(started, getattr(signal, name))
+    assert len(list(folder.glob("*.safetensors"))) == 1
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
+def test_a_server_under_nohup_outlives_its_terminal(trained):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; the process inherits it
+    try:
+        with process(trained) as (started, url):
+            started.send_signal(signal.SIGHUP)
+            assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "ok"}
+            ends(started, signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
 import pytest
+import torch
 
 import txl
 from tests.serving.conftest import LENGTHS, events_of, wait_for
@@ -227,6 +229,7 @@ def test_the_openai_client(server, served):
         ({"prompt": ["a"] * 100, "n": 2}, "100 prompts"),
         ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
         ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "stop": "x" * 1025}, "stop has a string of more than 1,024 characters"),
         ({"prompt": "a", "logprobs": 101}, "logprobs"),
         ({"prompt": "a", "echo": "yes"}, "echo"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -261,7 +264,7 @@ def test_values_that_ask_for_nothing_are_fine(server):
         "frequency_penalty": 0.0,
         "user": "me",
     }
-    asked = value | {"logit_bias": {"7": 0}, "suffix": None, "stop": None, "stream": False, "seed": 1}
+    asked = value | {"logit_bias": {"7": 0}, "suffix": None, "stop": None, "stream": False, "seed": 1, "min_p": None}
     plain = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "seed": 1})
     assert server.post("/v1/completions", asked)["choices"] == plain["choices"]
 
@@ -273,6 +276,16 @@ def test_banned_tokens_are_never_drawn(server):
     [banned] = server.post("/v1/completions", value | {"logit_bias": {str(common): -100}})["choices"]
     assert common not in banned["logprobs"]["token_ids"]
     assert len(banned["logprobs"]["token_ids"]) == 40
+
+
+def test_seed_minus_one_is_random(server):
+    asked = {"prompt": "a", "max_tokens": 30, "seed": -1}
+    assert len({server.post("/v1/completions", asked)["choices"][0]["text"] for _ in range(4)}) > 1
+    seeds = {server.post("/v1/streams", {"seed": -1})["seed"] for _ in range(2)}
+    assert len(seeds) == 2
+    assert -1 not in seeds
+    for stream in server.get("/v1/streams")["data"]:
+        server.client.delete(f"/v1/streams/{stream['id']}")
 
 
 def test_other_routes(server, served):
@@ -313,6 +326,35 @@ def test_a_prompt_that_is_read_holds_nobody_up(server):
         assert server.service.scheduler._reading
     wait_for(server.is_empty)
     assert server.service.metrics.tokens_read._value.get() - before < 1_000_000
+
+
+def test_a_long_text_waits_for_others_without_a_thread_and_not_at_all_once_its_client_has_left(server, monkeypatch):
+    """Long texts of one client do not take the threads of other requests."""
+    texts, gate, encoded = server.service.texts, threading.Event(), []
+
+    def encode(text):
+        encoded.append(len(text))
+        if len(text) > 300_000:
+            gate.wait(30)
+        return torch.zeros(1, dtype=torch.int64)
+
+    monkeypatch.setattr(texts, "encode", encode)
+    url = httpx.URL(server.url)
+    connections = []
+    for n in range(300_001, 300_041):
+        body = json.dumps({"prompt": "x" * n}).encode()
+        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connections.append(socket.create_connection((url.host, url.port)))
+        connections[-1].sendall(head.encode() + b"\r\n\r\n" + body)
+    wait_for(lambda: server.service.encoder._work_queue.qsize() == 39)
+    assert server.post("/tokenize", {"prompt": "x" * 100_000})["count"] == 1
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: server.app.state.guard._active == 0)
+    server.get("/health")  # answered in a later turn of the event loop than the one that cancels
+    gate.set()
+    assert server.post("/tokenize", {"prompt": "x" * 300_000})["count"] == 1
+    assert len([n for n in encoded if n > 300_000]) == 1
 
 
 def test_many_prompts_are_refused_before_any_is_read(server, monkeypatch):

@@ -130,6 +130,25 @@ def test_origins(locked):
     assert locked.client.get("/v1/models", headers=friend).status_code == 401
 
 
+OPENAI_JS = (
+    "authorization,content-type,x-stainless-arch,x-stainless-lang,x-stainless-os,x-stainless-package-version,"
+    + ("x-stainless-retry-count,x-stainless-runtime,x-stainless-runtime-version,x-stainless-timeout")
+)
+
+
+def test_the_client_of_openai_in_a_page_of_an_allowed_origin(locked):
+    friend = {"origin": "https://friend.example", "access-control-request-method": "POST"}
+    asked = locked.client.options("/v1/completions", headers=friend | {"access-control-request-headers": OPENAI_JS})
+    assert asked.headers["access-control-allow-headers"] == OPENAI_JS
+    assert {"Origin", "Access-Control-Request-Headers"} <= set(asked.headers["vary"].split(", "))
+    answer = locked.client.get("/v1/models", headers=friend)
+    assert answer.headers["access-control-expose-headers"] == "*"  # Retry-After and Content-Disposition, for instance
+    evil = friend | {"origin": "https://evil.example", "access-control-request-headers": OPENAI_JS}
+    asked = locked.client.options("/v1/completions", headers=evil)
+    assert asked.status_code == 403
+    assert not any(name.startswith("access-control") for name in asked.headers)
+
+
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "json"])
 def test_post_takes_json_alone(server, kind):
     headers = {"content-type": kind} if kind else {}
@@ -178,6 +197,71 @@ def test_large_bodies(locked, server):
     server.refused(413, "/v1/completions", content=ten, headers={"content-type": "application/json"})
     server.refused(400, "/v1/completions", {"prompt": "a" * (1 << 20) + "a"})
     assert server.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a b" * 700_000}),
+        ("/v1/completions", {"prompt": "a b" * 700_000}),
+        ("/v1/streams", {"text": "a b" * 700_000}),
+        ("/detokenize", {"tokens": [7] * 2_000_000}),
+        ("/v1/completions", {"prompt": [7] * 2_000_000}),
+        ("/v1/streams", {"tokens": [7] * 2_000_000}),
+    ],
+)
+def test_too_many_tokens_are_refused_before_they_are_encoded(server, monkeypatch, path, body):
+    monkeypatch.setattr(server.service.texts, "encode", lambda text: pytest.fail("it was encoded"))
+    monkeypatch.setattr(server.service.texts, "checked", lambda ids, what: pytest.fail("it was checked"))
+    assert "at most 1,048,576 are read" in server.refused(400, path, body)["message"]
+
+
+def test_values_of_a_wrong_type_are_shown_in_short(server):
+    for name in ("n", "seed", "max_tokens", "stop", "logprobs", "suffix", "stream_options", "user", "model"):
+        for value in ([1] * 200_000, "x" * 200_000, {"a": [1] * 2000}):
+            answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, name: value})
+            if (name, type(value)) == ("user", str):
+                continue
+            assert answer.status_code in (400, 404), name
+            assert len(answer.json()["error"]["message"]) < 300
+
+
+def begun(server, n_byte: int, n_sent: int) -> socket.socket:
+    """Return a connection that has sent a part of a body."""
+    connection = raw(server)
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {n_byte}\r\n\r\n".encode() + b'{"prompt":"' + b"a" * (n_sent - 11))
+    return connection
+
+
+def test_bodies_in_flight_have_a_limit(server_with):
+    server = server_with(Limits(max_body=4 << 20, max_bodies=5 << 20))
+    guard = server.app.state.guard
+    with begun(server, 4 << 20, 4_000_000):
+        wait_for(lambda: sum(guard._held.values()) > 3_900_000)
+        with begun(server, 4 << 20, 3_000_000) as second:
+            wait_for(lambda: len(guard._held) == 1 and guard._active == 2)  # what the second has sent is dropped
+            assert server.post("/tokenize", {"prompt": "a" * 60_000})["count"] == 60_000
+            second.sendall(b"a" * ((4 << 20) - 3_000_000))  # the answer comes when the client has sent all
+            answer = second.recv(10_000)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in answer
+            assert b"too many large requests at the same time" in answer
+    wait_for(lambda: not guard._held)
+    assert server.post("/tokenize", {"prompt": "a" * 1_000_000})["count"] == 1_000_000
+
+
+def test_memory_is_returned_after_large_requests(server_with, monkeypatch):
+    returned = []
+    monkeypatch.setattr("txl.serving.guard.return_freed_memory", lambda: returned.append(1))
+    monkeypatch.setattr("txl.serving.guard._PAUSE", 0.3)
+    server = server_with()
+    server.post("/tokenize", {"prompt": "a" * 60_000})
+    time.sleep(0.6)
+    assert not returned
+    for _ in range(3):
+        server.post("/tokenize", {"prompt": "a" * 100_000})
+    wait_for(lambda: returned)
 
 
 def raw(server) -> socket.socket:
@@ -260,14 +344,14 @@ def received(connection: socket.socket, pause: float = 0.0) -> int:
 
 
 def test_who_takes_a_large_answer_slowly_gets_all_of_it(server_with):
-    server = server_with(Limits(max_body=64 << 20, body_seconds=0.7, write_seconds=4))
+    server = server_with(Limits(max_body=64 << 20, max_prompt=4 << 20, body_seconds=0.7, write_seconds=4))
     with slow(server, 4_000_000) as connection:
         assert received(connection, pause=0.08) > 4_000_000
 
 
 def test_a_request_after_a_slow_answer_is_answered_at_once(server_with):
     """The sizes are such that less than 64 KiB of an answer wait in the server while the client does not read."""
-    server = server_with(Limits(max_body=64 << 20, write_seconds=5))
+    server = server_with(Limits(max_body=64 << 20, max_prompt=4 << 20, write_seconds=5))
     for n_byte in (2_830_000, 2_850_000, 2_870_000):
         with slow(server, n_byte) as connection:
             time.sleep(0.6)

@@ -9,6 +9,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -88,6 +89,58 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
         assert "does not match its hash" not in message
         assert server.client.get("/v1/streams").is_success
     server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
+
+
+def forged(data: bytes, entries: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
+    """Return a snapshot with other values and a matching checksum."""
+    tensors = safetensors.torch.load(data) | (tensors or {})
+    size = int.from_bytes(data[:8], "little")
+    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["txl_stream"]) | entries
+    del about["sha256"]
+    return safetensors.torch.save(tensors, {"txl_stream": json.dumps(about | {"sha256": _digest(about, tensors)})})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e16, -1e30])
+@pytest.mark.parametrize("name", ["keys.0", "values.1"])
+def test_snapshots_with_values_that_no_model_computes_are_refused(server, name, value):
+    data = snapshot(server, new(server))
+    tensors = {name: safetensors.torch.load(data)[name].clone()}
+    tensors[name][0, 3, 1] = value
+    message = server.refused(400, "/v1/streams", content=forged(data, {}, tensors), headers=OCTETS)["message"]
+    assert message.startswith("the snapshot is damaged: its keys and values are not numbers up to 1e+15")
+
+
+def test_the_largest_values_of_a_snapshot_can_be_continued(server):
+    """So no snapshot makes the probabilities NaN, for which the server would blame the model."""
+    data = snapshot(server, new(server))
+    signs = torch.Generator().manual_seed(1)
+    for size in (1e15, 1e6):
+        large = {
+            name: size * (1 - 2 * torch.randint(2, each.shape, generator=signs)).to(each.dtype)
+            for name, each in safetensors.torch.load(data).items()
+        }
+        stream = restore(server, forged(data, {}, large))["id"]
+        assert len(generate(server, stream, 20, logprobs=3)["tokens"]) == 20
+        assert math.isfinite(server.post(f"/v1/streams/{stream}/append", {"text": TEXT})["bits"])
+
+
+def test_snapshots_whose_header_is_nested_or_large(server):
+    data = snapshot(server, new(server))
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    about = header["__metadata__"]["txl_stream"]
+    for depth in (100, *range(900, 1000, 7)):  # json.dumps fails at a lower depth than json.loads
+        for entry in ("extra", "dtype"):
+            deep = about[:-1] + f', "{entry}": ' + "[" * depth + "]" * depth + "}"
+            head = json.dumps(header | {"__metadata__": {"txl_stream": deep}}).encode()
+            content = len(head).to_bytes(8, "little") + head + data[8 + size :]
+            answer = server.client.post("/v1/streams", content=content, headers=OCTETS)
+            assert answer.status_code in (400, 409), answer.text
+            assert len(answer.json()["error"]["message"]) < 300
+    head = json.dumps(header | {"__metadata__": {"txl_stream": about, "more": "x" * 200_000}}).encode()
+    content = len(head).to_bytes(8, "little") + head + data[8 + size :]
+    message = server.refused(400, "/v1/streams", content=content, headers=OCTETS)["message"]
+    assert message == "not a snapshot of a stream that this version reads"
 
 
 def test_kept_over_a_restart(server_with, tmp_path, served):

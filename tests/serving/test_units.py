@@ -14,6 +14,7 @@ import txl
 from tests.serving.conftest import Running, events_of, running
 from txl.config import TransformerXLConfig
 from txl.data.vocabulary import BpeVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
 from txl.models import build_model
 from txl.serving.service import Served, Service
@@ -67,6 +68,9 @@ def test_tokens_stand_where_their_text_does(server):
         if not token.startswith("bytes:"):
             assert choice["text"][at : at + len(token)] == token  # the token's place in the text, also for `<unk>`
             assert bytes(data).decode() == token
+    for token, log_prob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        if top is not None:
+            assert top[token] == log_prob  # also for unknown words, which `tokens` shows as they are in the text
     n_prompt = len(server.post("/tokenize", {"prompt": text})["tokens"])
     rows = list(surprisals(served.model, served.vocabulary, text, **LENGTHS))[:n_prompt]
     bits = [-each / math.log(2) for each in found["token_logprobs"][1 : len(rows)]]
@@ -99,3 +103,17 @@ def test_what_the_vocabulary_lacks(server):
     else:
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["text"].startswith("the \u4e2d")
+
+
+@pytest.mark.parametrize("kind", ["word", "bpe"])
+def test_a_text_without_borders_is_refused_before_it_is_encoded(kind, monkeypatch):
+    from txl.serving.texts import Texts
+
+    texts = Texts(VOCABULARIES[kind](), kind)
+    monkeypatch.setattr(texts.vocabulary, "encode", lambda text: pytest.fail("it was encoded"))
+    longest = {"word": 1 << 16, "bpe": 1 << 18}[kind]
+    for text in ("x" * 2 * longest, "a b " * 10_000 + "!" * 2 * longest, ("x" * 2 * longest + " ") * 3):
+        with pytest.raises(UserError, match="have no white space between them"):
+            texts.refuse_long(text, 10**9)
+    texts.refuse_long("a b " * longest, 10**9)
+    texts.refuse_long("x" * longest, 10**9)

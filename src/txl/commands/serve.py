@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import time
@@ -88,7 +89,7 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Serve until Ctrl-C or SIGTERM."""
+    """Serve until a signal stops the server."""
     began = time.perf_counter()
     _check(arguments)
     run_directory, config, checkpoint = run_to_read(arguments)
@@ -150,6 +151,7 @@ def run(arguments: argparse.Namespace) -> None:
             if n_opened:
                 say(f"{_streams(n_opened)} opened from {arguments.streams}")
 
+        gc.freeze()  # a full collection would go through all objects of PyTorch, while all requests wait
         serve(app, service, listening, ready)
     say(_farewell(kept, arguments.streams))
 

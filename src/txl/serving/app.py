@@ -22,14 +22,14 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from txl.errors import UserError
+from txl.errors import STOP_SIGNALS, UserError
 from txl.files import reason_of
 from txl.serving import streams
 from txl.serving.completions import completions
-from txl.serving.exchange import beside
+from txl.serving.exchange import beside, checked_ids, encoded
 from txl.serving.guard import Access, Guard, patient_protocol
 from txl.serving.kept import KeptStreams
-from txl.serving.requests import ApiError, fields_of, json_response, of_user
+from txl.serving.requests import ApiError, fields_of, json_response
 from txl.serving.service import Service
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,8 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     full = service.empty.keys[0].new_empty(0).element_size() * sum(
         each.shape[0] * each.shape[2] * service.memory for each in (*service.empty.keys, *service.empty.values)
     )
-    return Guard(app, access, service.limits, full + (1 << 20), service.metrics)
+    app.state.guard = Guard(app, access, service.limits, full + (1 << 20), service.metrics)
+    return app.state.guard
 
 
 class _Static(StaticFiles):
@@ -141,8 +142,12 @@ async def _tokenize(request: Request) -> Response:
     text = fields.text("prompt")
     if text is None:
         raise ApiError(400, "prompt is missing; expected a string", param="prompt")
-    ids = await beside(len(text), lambda: of_user(lambda: service.texts.encode(text), "prompt"))
-    return json_response({"tokens": ids.tolist(), "count": ids.numel(), "max_model_len": service.limits.max_prompt})
+    ids = await encoded(request, text, "prompt")
+
+    def answer() -> Response:
+        return json_response({"tokens": ids.tolist(), "count": ids.numel(), "max_model_len": service.limits.max_prompt})
+
+    return await beside(ids.numel(), answer)
 
 
 async def _detokenize(request: Request) -> Response:
@@ -150,12 +155,11 @@ async def _detokenize(request: Request) -> Response:
     fields = await fields_of(request, frozenset({"model", "tokens"}))
     service.check_model(fields.text("model"))
     tokens = fields.raw("tokens")
-    if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+    if not isinstance(tokens, list):
         raise ApiError(400, "tokens is missing or is not a list of token ids", param="tokens")
     if tokens:
-        of_user(lambda: service.texts.checked(tokens, "tokens"), "tokens")
-    text = await beside(len(tokens), lambda: service.texts.vocabulary.decode(tokens))
-    return json_response({"prompt": text})
+        await checked_ids(request, tokens, "tokens")
+    return await beside(len(tokens), lambda: json_response({"prompt": service.texts.vocabulary.decode(tokens)}))
 
 
 async def _tokenizer_info(request: Request) -> Response:
@@ -227,11 +231,14 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM while the server runs, if in the main thread: other threads receive no signals."""
+        """Stop at `STOP_SIGNALS` while the server runs, if in the main thread: other threads receive no signals."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
+        before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
+        for each in before:
+            signal.signal(each, self.handle_exit)
         try:
             yield
         finally:
@@ -240,7 +247,7 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end running requests and return.
+    """Serve until one of `STOP_SIGNALS` arrives, then end running requests and return.
 
     Args:
         app: application that `build_app` made for the service.

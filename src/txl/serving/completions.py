@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,8 +15,8 @@ from txl.data.decoders import Decoder
 from txl.files import JsonObject
 from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
-from txl.serving.exchange import Prompt, beside, event_stream, finite, read_prompt, while_connected
-from txl.serving.requests import ApiError, Fields, fields_of, json_response
+from txl.serving.exchange import Prompt, beside, event_stream, finite, locate, read_prompt, while_connected
+from txl.serving.requests import ApiError, Fields, dumps, fields_of, json_response
 from txl.serving.service import Service
 from txl.serving.texts import TAIL, Texts
 from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, FailedEvent, Lane, Outbox, ReadEvent, ScoredToken, Work
@@ -59,6 +60,11 @@ class Choice:
         self.text += text
         self._shown += len(text)
 
+    @property
+    def size(self) -> int:
+        """Number of characters and tokens that the next part may have."""
+        return len(self.text) + len(self._entries) + (len(self.prompt.shown) if self.echo and not self._began else 0)
+
     def take(self, top: int | None) -> JsonObject | None:
         """Return the part added since the last call, as a choice of a response; None if nothing was added."""
         text, entries = self.text, []
@@ -84,13 +90,14 @@ class Choice:
 def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts) -> JsonObject:
     """Return tokens as the completions API lists them; `bytes` and `token_ids` are additions of this server."""
     tops: list[dict[str, float] | None] = []
-    for token, _, _ in entries:
+    for token, data, _ in entries:
         if token.log_prob is None:
             tops.append(None)
             continue
         named: dict[str, float] = {}
         for each, log_prob in (*token.top, (token.id, token.log_prob)):
-            named.setdefault(texts.shown(texts.bytes_of(each)), finite(log_prob))
+            # The token itself as in `tokens`: an unknown word is not called <unk> there.
+            named.setdefault(texts.shown(data if each == token.id else texts.bytes_of(each)), finite(log_prob))
         tops.append(named)
     return {
         "tokens": [texts.shown(data) for _, data, _ in entries],
@@ -167,16 +174,23 @@ class _Answer:
         read, made = sum(each.ids.numel() for each in self._prompts), sum(each.made for each in self._choices)
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
 
-    async def chunks(self, outbox: Outbox) -> AsyncIterator[JsonObject]:
+    async def chunks(self, outbox: Outbox) -> AsyncIterator[str]:
         """Yield the objects of an event stream, as events arrive."""
         async for batch in outbox.batches():
             for index in sorted(self._take_in(batch)):
-                made = self._choices[index].take(self._asked.top)
-                if made is not None:
-                    yield self._head | {"choices": [made]} | ({"usage": None} if self._asked.usage else {})
+                choice = self._choices[index]
+                chunk = await beside(choice.size, functools.partial(self._chunk, choice))
+                if chunk is not None:
+                    yield chunk
             outbox.sent(batch)
         if self._asked.usage:
-            yield self._head | {"choices": [], "usage": self.usage()}
+            yield dumps(self._head | {"choices": [], "usage": self.usage()})
+
+    def _chunk(self, choice: Choice) -> str | None:
+        made = choice.take(self._asked.top)
+        if made is None:
+            return None
+        return dumps(self._head | {"choices": [made]} | ({"usage": None} if self._asked.usage else {}))
 
     async def arrive(self, outbox: Outbox) -> None:
         """Collect all events of the works."""
@@ -207,7 +221,7 @@ async def completions(request: Request) -> Response:
     service: Service = request.app.state.service
     fields = await fields_of(request, KNOWN)
     asked = _asked(fields, service)
-    prompts = await _prompts(fields, service, asked)
+    prompts = await _prompts(request, fields, asked)
     outbox = Outbox(asked.progressive, len(prompts), service.limits.max_reported if asked.progressive else None)
     works = [_work(number, prompt, asked, outbox, service) for number, prompt in enumerate(prompts)]
     service.submit(works)
@@ -246,16 +260,19 @@ def _include_usage(fields: Fields, progressive: bool) -> bool:
     return Fields(options, frozenset({"include_usage"})).flag("include_usage")
 
 
-async def _prompts(fields: Fields, service: Service, asked: _Asked) -> list[Prompt]:
+async def _prompts(request: Request, fields: Fields, asked: _Asked) -> list[Prompt]:
+    service: Service = request.app.state.service
     value = fields.raw("prompt")
     many = value if isinstance(value, list) and value and not _is_ids(value) else [value]
     most = service.limits.max_choices
     if len(many) * asked.n > most:
         raise ApiError(400, f"{len(many)} prompts times n {asked.n}; expected at most {most} texts")
-    prompts = [await read_prompt(each, service, "prompt", asked.echo, asked.scores_prompts) for each in many]
+    prompts = [await read_prompt(request, each, "prompt") for each in many]
     read = sum(each.ids.numel() for each in prompts) if asked.scores_prompts else 0
     made = 0 if asked.progressive else len(many) * asked.max_tokens  # only the unread part of an event stream is held
     service.limits.check_reported(asked.n * (read + made), asked.top)
+    for prompt in prompts:
+        await locate(prompt, service, asked.echo, asked.scores_prompts)
     return prompts
 
 

@@ -14,15 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch import Tensor
 
-from txl.files import JsonObject
 from txl.serving.requests import ApiError, dumps, of_user
 from txl.serving.service import Service
 from txl.serving.work import ScoredToken, Work
 
 _logger = logging.getLogger(__name__)
 
-_IN_THREAD = 1 << 14
+_IN_THREAD = 1 << 12
 """Characters or tokens from which a text is encoded, or an answer is built, in a thread beside the event loop."""
+_LONG = 1 << 18
+"""Characters from which texts are encoded one after the other, to leave threads and processors to shorter ones."""
 _LEAST = -9999.0
 """Value reported for the logarithm of 0, which JSON cannot represent."""
 T = TypeVar("T")
@@ -42,43 +43,86 @@ class Prompt:
     scored: list[ScoredToken] = field(default_factory=list)
 
 
-async def read_prompt(value: object, service: Service, name: str, shown: bool, located: bool) -> Prompt:
-    """Return the prompt of a request, given as a string or as token ids.
+async def read_prompt(request: Request, value: object, name: str) -> Prompt:
+    """Return a prompt of a request, given as a string or as token ids.
 
     Raises:
         ApiError: if the value is neither, is empty or too long, or is not in the vocabulary.
     """
-    texts = service.texts
     if isinstance(value, str) and value:
-        ids = await beside(len(value), lambda: of_user(lambda: texts.encode(value), name))
-        prompt = Prompt(ids, value, value)
-        if ids.numel() == 0:
+        prompt = Prompt(await encoded(request, value, name), value, value)
+        if prompt.ids.numel() == 0:
             raise ApiError(400, f"{name} has no tokens; expected at least one", param=name)
-    elif isinstance(value, list) and value and all(type(each) is int for each in value):
-        _refuse_long(len(value), service, name)
-        prompt = Prompt(of_user(lambda: texts.checked(value, name), name), None)
+        return prompt
+    if isinstance(value, list) and value:
+        return Prompt(await checked_ids(request, value, name), None)
+    what = "is empty" if value in ("", []) else "is missing" if value is None else "has the wrong type"
+    raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
+
+
+async def encoded(request: Request, text: str, name: str) -> Tensor:
+    """Return the token ids of a text of a request, int64 [n]. Long texts are encoded one after the other.
+
+    Raises:
+        ApiError: for a text that is too long, or cannot be encoded, or if the client disconnects first.
+    """
+    service: Service = request.app.state.service
+    most = service.limits.max_prompt
+
+    texts = service.texts
+    await beside(len(text), lambda: of_user(lambda: texts.refuse_long(text, most), name))
+
+    def encode() -> Tensor:
+        return of_user(lambda: texts.encode(text), name)
+
+    if len(text) < _LONG:
+        ids = await beside(len(text), encode)
     else:
-        what = "is empty" if value in ("", []) else "is missing" if value is None else "has the wrong type"
-        raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
-    _refuse_long(prompt.ids.numel(), service, name)
-    if located and prompt.text is not None:
-        text = prompt.text
+        encoding = asyncio.get_running_loop().run_in_executor(service.encoder, encode)
+        ids = await while_connected(request, encoding, ())
+    _refuse_long(ids.numel(), most, name)
+    return ids
+
+
+async def checked_ids(request: Request, value: list[object], name: str) -> Tensor:
+    """Return token ids of a request as int64 [n].
+
+    Raises:
+        ApiError: if the list is too long, or has something that is no id of the vocabulary.
+    """
+    service: Service = request.app.state.service
+    _refuse_long(len(value), service.limits.max_prompt, name)
+
+    def check() -> Tensor:
+        ids = [each for each in value if type(each) is int]
+        if len(ids) < len(value):
+            raise ApiError(400, f"{name} has the wrong type; expected a list of token ids", param=name)
+        return of_user(lambda: service.texts.checked(ids, name), name)
+
+    return await beside(len(value), check)
+
+
+async def locate(prompt: Prompt, service: Service, shown: bool, located: bool) -> None:
+    """Set the text that `echo` shows, and with `located` the text and place of each token."""
+    texts, text = service.texts, prompt.text
+    if located and text is not None:
         prompt.parts = await beside(len(text), lambda: texts.located(text, prompt.ids))
-    elif prompt.text is None and (shown or located):
+    elif text is None and (shown or located):
         ids = prompt.ids.tolist()
         prompt.shown, prompt.parts = await beside(len(ids), lambda: texts.placed(ids))
-    return prompt
 
 
-def _refuse_long(n_token: int, service: Service, name: str) -> None:
-    most = service.limits.max_prompt
+def _refuse_long(n_token: int, most: int, name: str) -> None:
     if n_token > most:
         raise ApiError(400, f"{name} has {n_token:,} tokens; at most {most:,} are read", param=name)
 
 
 async def beside(size: int, make: Callable[[], T]) -> T:
     """Return the result of `make`, computed in a thread if `size` is so large that it may take long."""
-    return make() if size < _IN_THREAD else await asyncio.to_thread(make)
+    if size >= _IN_THREAD:
+        return await asyncio.to_thread(make)
+    await asyncio.sleep(0)  # the turn of other requests: a request may have many small texts
+    return make()
 
 
 def finite(log_prob: float) -> float:
@@ -86,15 +130,13 @@ def finite(log_prob: float) -> float:
     return max(log_prob, _LEAST)
 
 
-def event_stream(
-    events: AsyncIterator[JsonObject], works: Sequence[Work], service: Service, status: int = 200
-) -> Response:
-    """Return a response of server-sent events, ended by `[DONE]`; cancel the works when the client disconnects."""
+def event_stream(events: AsyncIterator[str], works: Sequence[Work], service: Service, status: int = 200) -> Response:
+    """Return a response of events in JSON, ended by `[DONE]`; cancel the works when the client disconnects."""
 
     async def data() -> AsyncIterator[dict[str, str]]:
         try:
             async for each in events:
-                yield {"data": dumps(each)}
+                yield {"data": each}
             yield {"data": "[DONE]"}
         except ApiError as error:
             yield {"data": dumps(error.value())}

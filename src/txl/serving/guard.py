@@ -19,12 +19,18 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.applications import Starlette
 from starlette.types import Message, Receive, Scope, Send
 
+from txl.allocator import return_freed_memory
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
 
 _logger = logging.getLogger(__name__)
 _OPEN = ("/", "/health")
 _STATIC = "/static/"
+_AGAIN = {"Retry-After": "1"}
+_SMALL = 1 << 16
+"""Size in bytes up to which a body is accepted even if too many large ones are held."""
+_PAUSE = 1.0
+"""Seconds after a large request until memory is returned to the system."""
 _LEAST_TAKEN = 1 << 16
 """Bytes of an answer that a client must receive within `Limits.write_seconds`."""
 _DRAINED = 4
@@ -50,6 +56,9 @@ class Guard:
         self._max_snapshot = max_snapshot
         self._key = None if access.api_key is None else _digest(access.api_key)
         self._active = 0
+        self._held: dict[int, int] = {}
+        """Bytes of the bodies that are in memory, without the first `_SMALL` of each, by request."""
+        self._returning: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -70,11 +79,13 @@ class Guard:
         self._active += 1
         try:
             if self._active > self._limits.max_requests:
-                raise ApiError(503, "too many requests at the same time; try again", headers={"Retry-After": "1"})
+                raise ApiError(503, "too many requests at the same time; try again", headers=_AGAIN)
             self._check_host(headers.get("host"))
             self._check_origin(origin, headers.get("host"))
             if scope["method"] == "OPTIONS" and origin in self._access.origins:
-                await sends({"type": "http.response.start", "status": 204, "headers": []})
+                asked = headers.get("access-control-request-headers", "authorization, content-type")
+                allowed = [(b"access-control-allow-headers", asked.encode("latin-1"))]
+                await sends({"type": "http.response.start", "status": 204, "headers": allowed})
                 await sends({"type": "http.response.body", "body": b""})
                 return
             self._check_key(scope["path"], headers.get("authorization"))
@@ -84,6 +95,8 @@ class Guard:
             await error.response()(scope, receive, sends)
         finally:
             self._active -= 1
+            if self._held.pop(id(scope), 0) > 0 and (self._returning is None or self._returning.done()):
+                self._returning = asyncio.create_task(_return_memory())
             route = getattr(scope.get("route"), "path", None) or "other"
             self._metrics.requests.labels(route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - began)
@@ -140,7 +153,7 @@ class Guard:
             )
         limit = self._max_snapshot if is_snapshot else self._limits.max_body
         seconds = self._limits.body_seconds * max(1, round(limit / self._limits.max_body))
-        parts, size = [], 0
+        parts, size, full = [], 0, False
         try:
             async with asyncio.timeout(seconds):
                 more = True
@@ -150,10 +163,12 @@ class Guard:
                         raise ApiError(499, "the client has left")
                     more, part = message.get("more_body", False), message.get("body", b"")
                     size += len(part)
-                    if size <= limit:
+                    full = full or not self._has_room(id(scope), size)
+                    if size <= limit and not full:
                         parts.append(part)
                     else:  # read on, up to `_DRAINED`: a client that is still sending would not see the answer
                         parts.clear()
+                        self._held.pop(id(scope), None)
         except TimeoutError:
             raise ApiError(
                 408,
@@ -167,7 +182,15 @@ class Guard:
                 code="too_large",
                 headers={"Connection": "close"} if more else None,
             )
+        if full:
+            raise ApiError(503, "too many large requests at the same time; try again", headers=_AGAIN)
         return b"".join(parts)
+
+    def _has_room(self, request: int, size: int) -> bool:
+        """Count the first `size` bytes of a body as held; return False if too many bytes of bodies are held then."""
+        if size > _SMALL:
+            self._held[request] = size - _SMALL
+        return size <= _SMALL or sum(self._held.values()) <= max(self._limits.max_bodies, self._max_snapshot)
 
     def _added(self, origin: str | None) -> list[tuple[bytes, bytes]]:
         """Return the headers that are added to every answer."""
@@ -175,12 +198,18 @@ class Guard:
         if origin is not None and origin in self._access.origins:
             added += [
                 (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-allow-headers", b"authorization, content-type"),
                 (b"access-control-allow-methods", b"GET, POST, DELETE"),
+                (b"access-control-expose-headers", b"*"),
                 (b"access-control-max-age", b"600"),
-                (b"vary", b"Origin"),
+                (b"vary", b"Origin, Access-Control-Request-Headers"),
             ]
         return added
+
+
+async def _return_memory() -> None:
+    """Return freed memory to the system, once for all large requests that end within `_PAUSE`."""
+    await asyncio.sleep(_PAUSE)
+    await asyncio.to_thread(return_freed_memory)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

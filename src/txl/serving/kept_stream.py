@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from txl.data.decoders import Decoder
+from txl.errors import brief
 from txl.files import JsonObject, parsed_json
 from txl.generation.reading import StreamState
 from txl.serving.requests import ApiError
@@ -34,6 +35,10 @@ _STATES = 2
 """Number of states that a stream keeps for forks."""
 _MOST = 2**62
 """Upper bound of the counts in a snapshot, so that no later count can overflow."""
+_HEADER = 1 << 17
+"""Largest size of a snapshot's header in bytes; that of a model with 100 layers has 20,000."""
+_LARGEST = 1e15
+"""Upper bound of keys and values in a snapshot: with larger ones, sums of squares in the model may overflow."""
 _LN2 = math.log(2)
 
 
@@ -273,6 +278,8 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
     """
     try:
         size = int.from_bytes(data[:8], "little")
+        if size > _HEADER:
+            raise ValueError
         about = parsed_json(parsed_json(data[8 : 8 + size].decode())["__metadata__"]["txl_stream"])
         tensors = safetensors.torch.load(data)
         if about["format"] != _FORMAT or not isinstance(about["tail"], list):
@@ -282,17 +289,17 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
     for field_name, ours in service.identity.items():
         if about.get(field_name) != ours:
             theirs = about.get(field_name)
-            what = "of another model" if field_name == "model" else f"of a stream with {field_name} {theirs}"
+            there = brief(theirs)
+            what = "of another model" if field_name == "model" else f"of a stream with {field_name} {there}"
             here = f"{ours[:12]}..." if field_name == "model" else ours
-            there = f"{str(theirs)[:12]}..." if field_name == "model" else theirs
             raise ApiError(
                 409,
                 f"the snapshot is {what}; this server has {field_name} {here}, the snapshot {there}",
                 code="mismatch",
             )
-    if about.pop("sha256", None) != _digest(about, tensors):
-        raise ApiError(400, "the snapshot is damaged: its content does not match its hash", code="bad_snapshot")
     try:
+        if about.pop("sha256", None) != _digest(about, tensors):
+            raise ValueError("its content does not match its hash")
         state = _state_of(about, tensors, service)
         stream = KeptStream(
             name,
@@ -330,6 +337,8 @@ def _state_of(about: JsonObject, tensors: dict[str, Tensor], service: Service) -
         for tensor, empty in zip(found, like, strict=True):
             if tensor.shape != (empty.shape[0], held, empty.shape[2]) or tensor.dtype != empty.dtype:
                 raise ValueError("its tensors have other shapes")
+            if not (tensor.abs() <= _LARGEST).all():  # false for NaN too
+                raise ValueError(f"its keys and values are not numbers up to {_LARGEST:g}, which no model computes")
         kinds.append(tuple(tensor.to(like[0].device) for tensor in found))
     return StreamState(n_token, int(about["waiting"]), *kinds)
 

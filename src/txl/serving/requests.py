@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from txl.errors import UserError
+from txl.errors import UserError, brief
 from txl.files import JsonObject
 from txl.generation.sampling import Sampling, checked_forbidden
 
@@ -31,6 +32,23 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+AT_ONCE = 1 << 16
+"""Size from which JSON is read and written in slices. Python's functions for JSON keep all other threads waiting."""
+_MOST_STRINGS = 1 << 12
+"""Strings of a large body, names included."""
+_MOST_LISTS = 1 << 12
+"""Lists of a large body."""
+_MOST_OUTSIDE = 1 << 18
+"""Characters of a large body outside of strings and lists of token ids."""
+_LONGEST = 1 << 10
+"""Characters of a stop string. The end of a text is compared with it at each token."""
+_LISTED = 64
+"""Values of a list that are written to JSON at once."""
+_IDS = re.compile(r"\[\s*[0-9][0-9,\s]{1024,}\]", re.ASCII)
+_CHARACTERS = re.compile(r"(?:[^\\]+|\\u[dD][89abAB]..\\u....|\\u....|\\[^u]){1,4096}", re.DOTALL)
+_NAMES = re.compile(r"\s*:")
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_encode_ascii = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,8 @@ class Limits:
 
     max_body: int = 8 << 20
     """Size of a request's body in bytes, except for snapshots."""
+    max_bodies: int = 128 << 20
+    """Bytes of all bodies in memory, without the first 64 KiB of each; at least one snapshot is accepted."""
     max_prompt: int = 1 << 20
     """Tokens of one prompt, or of one text appended to a stream."""
     max_tokens: int = 1 << 16
@@ -115,22 +135,50 @@ def _writable(text: str) -> str:
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a value as a JSON response; NaN or an infinite number raises an error here, not at the client."""
-    return JSONResponse(value, status, headers)
+    return Response("".join(_slices(value, _encode)), status, headers, "application/json")
 
 
 def dumps(value: object) -> str:
     """Return a value as one line of JSON for an event; in ASCII, because some clients end lines at U+0085 or U+2028."""
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return "".join(_slices(value, _encode_ascii))
+
+
+def _slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
+    """Yield a value as JSON, encoded in slices: of a text, of the entries of a long list, or of the values inside."""
+    if isinstance(value, dict):
+        start = "{"
+        for name, each in value.items():
+            yield f"{start}{encode(name)}:"
+            yield from _slices(each, encode)
+            start = ","
+        yield "{}" if start == "{" else "}"
+    elif isinstance(value, list) and len(value) > _LISTED:
+        for start in range(0, len(value), _LISTED):
+            yield ("," if start else "[") + encode(value[start : start + _LISTED])[1:-1]
+        yield "]"
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield "," if number else "["
+            yield from _slices(each, encode)
+        yield "]" if value else "[]"
+    elif isinstance(value, str) and len(value) > AT_ONCE:
+        for start in range(0, len(value), AT_ONCE):
+            yield ("" if start else '"') + encode(value[start : start + AT_ONCE])[1:-1]
+        yield '"'
+    else:
+        yield encode(value)
 
 
 def parsed(body: bytes) -> JsonObject:
     """Return the fields of a body that is a JSON object.
 
     Raises:
-        ApiError: if the body is not a JSON object.
+        ApiError: if the body is not a JSON object, is nested too deeply, has half a surrogate pair, or is large and has
+            more in it than long strings and lists of token ids.
     """
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_number)
+        text = body.decode("utf-8")
+        value = _large(text) if len(text) > AT_ONCE else json.loads(text, parse_constant=_no_number)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}") from None
     except RecursionError:
@@ -139,7 +187,78 @@ def parsed(body: bytes) -> JsonObject:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {type(value).__name__}; expected a JSON object")
+    for name, each in value.items() if "\\u" in text else ():
+        try:
+            _check_characters(name, each)
+        except RecursionError:
+            raise ApiError(400, f"{name} is nested too deeply", param=name) from None
     return value
+
+
+def _large(text: str) -> object:
+    """Return the value of a large JSON text, read in slices; a text that takes long to read is refused before.
+
+    Lists of token ids and long strings with escapes are read alone. `NaN`, which is no JSON, stands for them in the
+    rest of the text.
+    """
+    masked = text.replace("\\\\", "..").replace('\\"', "..")
+    if masked.count('"') > 2 * _MOST_STRINGS:
+        raise ApiError(400, f"the body has more than {_MOST_STRINGS:,} strings")
+    taken: list[list[int] | str] = []
+
+    def take(found: re.Match[str]) -> str:
+        taken.append(_numbers(found[0]))
+        return "NaN"
+
+    rest, start, n_outside, n_list = [], 0, 0, 0
+    parts = masked.split('"')
+    for number, part in enumerate(parts):
+        own = text[start : start + len(part)]
+        start += len(part) + 1
+        if number % 2 == 0:
+            if "NaN" in own or "Infinity" in own:
+                raise ValueError("NaN and Infinity are no numbers of JSON")
+            n_list += own.count("[")
+            if n_list > _MOST_LISTS:
+                raise ApiError(400, f"the body has more than {_MOST_LISTS:,} lists")
+            rest.append(_IDS.sub(take, own))
+            n_outside += len(rest[-1])
+        elif len(own) > AT_ONCE and "\\" in own and number + 1 < len(parts) and not _NAMES.match(parts[number + 1]):
+            taken.append(_string(own))
+            rest.append("NaN")
+        else:
+            rest.append(f'"{own}"' if number + 1 < len(parts) else f'"{own}')
+    if n_outside > _MOST_OUTSIDE:
+        what = f"{_MOST_OUTSIDE:,} characters outside of strings and lists of token ids"
+        raise ApiError(400, f"the body has more than {what}")
+    values = iter(taken)
+    return json.loads("".join(rest), parse_constant=lambda _: next(values))
+
+
+def _string(text: str) -> str:
+    """Return the value of a JSON string without its quotes, read in slices between escapes."""
+    slices, start = [], 0
+    while start < len(text):
+        found = _CHARACTERS.match(text, start)
+        end = len(text) if found is None else found.end()
+        slices.append(json.loads(f'"{text[start:end]}"'))
+        start = end
+    return "".join(slices)
+
+
+def _numbers(text: str) -> list[int]:
+    """Return a JSON list of one or more whole numbers, read in slices that end at commas."""
+    numbers: list[int] = []
+    start = 1
+    while start < len(text):
+        end = text.find(",", start + AT_ONCE)
+        end = len(text) - 1 if end < 0 else end
+        some = json.loads(f"[{text[start:end]}]")
+        if not some:
+            raise ValueError("a list of numbers ends with a comma")
+        numbers += some
+        start = end + 1
+    return numbers
 
 
 def _no_number(text: str) -> NoReturn:
@@ -153,18 +272,21 @@ async def fields_of(request: Request, known: frozenset[str]) -> Fields:
         ApiError: for a body that is not a JSON object, or for fields that `Fields` refuses.
     """
     body = await request.body()
-    return Fields(parsed(body) if body else {}, known)
+    if len(body) <= AT_ONCE:
+        return Fields(parsed(body) if body else {}, known)
+    return Fields(await asyncio.to_thread(parsed, body), known)
 
 
 class Fields:
     """The fields of a request, each checked when it is read; a field with null counts as absent.
 
     Raises:
-        ApiError: for a field that is not in `known`, is nested too deeply, or has half a surrogate pair.
+        ApiError: for a field that is not in `known`.
     """
 
     def __init__(self, values: JsonObject, known: frozenset[str]):
-        unknown = sorted(set(values) - known)
+        self._values = {name: value for name, value in values.items() if value is not None}
+        unknown = sorted(set(self._values) - known)
         if unknown:
             named = ", ".join(each[:80] for each in unknown[:8])
             raise ApiError(
@@ -173,12 +295,6 @@ class Fields:
                 param=unknown[0][:80],
                 code="unknown_parameter",
             )
-        self._values = {name: value for name, value in values.items() if value is not None}
-        for name, value in self._values.items():
-            try:
-                _check_characters(name, value)
-            except RecursionError:
-                raise ApiError(400, f"{name} is nested too deeply", param=name) from None
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
@@ -231,13 +347,15 @@ class Fields:
             )
 
     def strings(self, name: str, most: int) -> list[str]:
-        """Return up to `most` strings, each with at least one character; the field may also be one string."""
+        """Return up to `most` strings of 1 to `_LONGEST` characters; the field may also be one string."""
         value = self._values.get(name, [])
         value = [value] if isinstance(value, str) else value
         if not isinstance(value, list) or len(value) > most or not all(isinstance(each, str) for each in value):
             raise ApiError(400, f"{name} is {_short(value)}; expected a string, or up to {most} strings", param=name)
         if not all(value):
             raise ApiError(400, f"{name} has an empty string; expected at least one character", param=name)
+        if any(len(each) > _LONGEST for each in value):
+            raise ApiError(400, f"{name} has a string of more than {_LONGEST:,} characters; shorten it", param=name)
         return value
 
     def forbidden(self, always: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
@@ -258,9 +376,9 @@ class Fields:
         return of_user(lambda: checked_forbidden([*always, *ids], vocab_size), "logit_bias")
 
     def seed(self) -> int:
-        """Return the seed; a random seed if the field is absent."""
-        value = self.whole("seed", None, -(2**63), 2**64 - 1)
-        return secrets.randbelow(2**31) if value is None else value
+        """Return the seed; a random seed if the field is absent, or -1 as for other servers."""
+        value = self.whole("seed", -1, -(2**63), 2**64 - 1)
+        return secrets.randbelow(2**31) if value == -1 else value
 
     def sampling(self) -> Sampling:
         """Return the sampling settings; the defaults are those of `txl generate`."""
@@ -299,5 +417,5 @@ def _check_characters(name: str, value: object) -> None:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = brief(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -81,6 +82,8 @@ class Service:
         self.scheduler = Scheduler(
             self.engine, self.metrics, limits.max_queue, served.threads or torch.get_num_threads()
         )
+        self.encoder = ThreadPoolExecutor(1, "txl encode")
+        """Encodes long texts; only one, to leave the other processors to the engine and to short texts."""
         self._farewell: anyio.Event | None = None
         self._stopping: threading.Thread | None = None
 
@@ -99,6 +102,7 @@ class Service:
         self.begin_to_stop()
         assert self._stopping is not None
         self._stopping.join()
+        self.encoder.shutdown(wait=False, cancel_futures=True)
 
     def farewell(self) -> anyio.Event:
         """Return the event that is set when the server stops, so that event streams end by themselves."""

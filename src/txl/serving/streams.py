@@ -16,8 +16,7 @@ from txl.generation.text import StopStrings
 from txl.serving.exchange import beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.kept import KeptStreams
 from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, snapshot
-from txl.serving.requests import ApiError, Fields, Limits, fields_of, json_response
-from txl.serving.service import Service
+from txl.serving.requests import ApiError, Fields, Limits, dumps, fields_of, json_response
 from txl.serving.work import DrawnEvent, EndOfLaneEvent, Event, Lane, Outbox, ReadEvent, ScoredToken, Work
 
 SNAPSHOT_TYPE = "application/octet-stream"
@@ -106,7 +105,7 @@ async def create(request: Request) -> Response:
                 raise ApiError(400, f"{name} is given without text or tokens to read; leave it out", param=name)
         return json_response(describe(kept.new(seed), kept), 201)
     kept.check_room()
-    prompt = await _to_read(fields, kept.service)
+    prompt = await _to_read(request, fields)
     stream = kept.new(seed)
     try:
         return await _append(request, kept, stream, fields, prompt, created=True)
@@ -115,14 +114,14 @@ async def create(request: Request) -> Response:
         raise
 
 
-async def _to_read(fields: Fields, service: Service) -> torch.Tensor:
+async def _to_read(request: Request, fields: Fields) -> torch.Tensor:
     if ("text" in fields) == ("tokens" in fields):
         raise ApiError(400, "expected either text or tokens", param="text")
     name = "text" if "text" in fields else "tokens"
     kind = str if name == "text" else list
     if not isinstance(fields.raw(name), kind):
         raise ApiError(400, f"{name} is not a {'string' if name == 'text' else 'list of token ids'}", param=name)
-    return (await read_prompt(fields.raw(name), service, name, False, False)).ids
+    return (await read_prompt(request, fields.raw(name), name)).ids
 
 
 async def append(request: Request) -> Response:
@@ -130,7 +129,7 @@ async def append(request: Request) -> Response:
     kept: KeptStreams = request.app.state.kept
     fields = await fields_of(request, _APPEND)
     kept.free(request.path_params["id"])
-    ids = await _to_read(fields, kept.service)
+    ids = await _to_read(request, fields)
     return await _append(request, kept, kept.free(request.path_params["id"]), fields, ids)
 
 
@@ -166,17 +165,17 @@ async def _append(
 
     if progressive:
 
-        async def events() -> AsyncIterator[JsonObject]:
+        async def events() -> AsyncIterator[str]:
             complete = False
             try:
                 async for batch in operation.batches():
                     for event in batch:
                         if isinstance(event, ReadEvent):
                             value = {"object": "stream.progress", "read": event.read, "total": event.total}
-                            yield value | {"tokens": shown.tokens(event.tokens, "read")}
+                            yield dumps(value | {"tokens": shown.tokens(event.tokens, "read")})
                 _check(operation)
                 complete = True
-                yield result(None)
+                yield dumps(result(None))
             finally:
                 if created and not complete:  # the client does not know the stream's id
                     kept.delete(stream)
@@ -262,14 +261,14 @@ class _Generation:
         self._shown = _Shown(kept, operation.stream, detailed=operation.work.top is not None)
         self._began, self._made, self._reason = time.perf_counter(), 0, ""
 
-    async def events(self) -> AsyncIterator[JsonObject]:
+    async def events(self) -> AsyncIterator[str]:
         """Yield the objects of an event stream, as events arrive."""
         async for batch in self._operation.batches():
             text, tokens = self._take(batch)
             if text or tokens:
-                yield {"object": "stream.tokens", "text": text, "tokens": tokens}
+                yield dumps({"object": "stream.tokens", "text": text, "tokens": tokens})
         _check(self._operation)
-        yield self._result(None, None)
+        yield dumps(self._result(None, None))
 
     def whole(self, events: list[Event]) -> JsonObject:
         """Return the complete answer as one object."""

@@ -28,6 +28,9 @@ PACE = 0.04
 """Seconds between two events of an event stream. An event costs as much as a token of a small model, and takes
 processor time from the running step. 25 events a second still look like a continuous flow to a reader."""
 
+_AT_ONCE = 1 << 12
+"""Number of log-probabilities from which the event loop serves other requests in between."""
+
 
 @dataclass(slots=True)
 class ScoredToken:
@@ -162,19 +165,25 @@ class Outbox:
             if any(isinstance(event, FailedEvent) for event in batch):
                 self._open = 0
             yield batch
-            if self._open > 0 and self._progressive:
+            if sum(map(_reported, batch)) >= _AT_ONCE:
+                await asyncio.sleep(0)  # the turn of other requests
+            elif self._open > 0 and self._progressive:
                 self._ended.clear()
                 with suppress(TimeoutError):  # tokens that arrive meanwhile are sent together
                     await asyncio.wait_for(self._ended.wait(), PACE)
 
     async def _take(self) -> list[Event]:
-        """Wait for events, and return all that have arrived, at least one."""
+        """Wait for events, and return those that have arrived, at least one, and about `_AT_ONCE` at most."""
         self._waits = True  # set before the check, so that a later `put` wakes this task
         while not self._events:
             self._there.clear()
             await self._there.wait()
         self._waits = False
-        return [self._events.popleft() for _ in range(len(self._events))]
+        batch, size = [], 0
+        while self._events and size < _AT_ONCE:
+            batch.append(self._events.popleft())
+            size += _reported(batch[-1])
+        return batch
 
 
 @dataclass(eq=False)
