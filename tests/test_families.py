@@ -183,7 +183,6 @@ def test_fields_that_a_run_that_goes_on_may_change():
         (["train", "ptb-awd-lstm"], ("encoding", "n-head", "mem-len", "pre-norm")),
         (["train", "enwik8-12L", "--model.encoding", "learned"], ("kind",)),
         (["bench", "train"], ("kind", "zoneout", "max-segment")),
-        (["import"], ("kernel-sizes", "zoneout", "max-segment")),
         (["train"], ()),
     ],
 )
