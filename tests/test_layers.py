@@ -112,7 +112,7 @@ def test_importing_the_package_imports_no_torch():
 
 
 def test_the_model_works_as_a_copy_of_the_packages_that_architecture_names(tmp_path):
-    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
     (sentence,) = re.findall(r"copy these of `src/txl/`: (.*?), beside an empty `__init__.py`", page, flags=re.DOTALL)
     copied = tmp_path / "txl"
     copied.mkdir()
