@@ -302,6 +302,7 @@ def _manifest(step: int, *names: str) -> str:
         (lambda path: path.write_text(_manifest(8)), "the manifest is of step 8, the directory of another"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered: its sha256 is wrong"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
+        (lambda path: path.write_text('{"format": 2, "step": 7}'), "damaged .its files is None"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}, "model": 5}'), "damaged .its model is 5"),
         (lambda path: path.write_text(_manifest(7)), "does not list model.safetensors"),
         (lambda path: path.write_text(_manifest(7, "/dev/zero")), "names a file outside of its directory"),

@@ -250,7 +250,7 @@ def read_manifest(checkpoint: Path) -> JsonObject:
             f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format {_FORMAT}"
         )
     for name, kind in (("step", int), ("files", dict), ("model", dict)):
-        if type(manifest.get(name, {})) is not kind:
+        if type(manifest.get(name, {} if name == "model" else None)) is not kind:
             raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
     for name in map(PurePosixPath, manifest["files"]):
         if name.is_absolute() or ".." in name.parts:
