@@ -226,6 +226,28 @@ def test_values_of_a_wrong_type_are_shown_in_short(server):
             assert len(answer.json()["error"]["message"]) < 300
 
 
+def test_a_connection_is_read_in_small_parts(server, monkeypatch):
+    """A body in chunks of one byte takes long to parse, so other connections have their turn in between."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    sizes = []
+    received = H11Protocol.data_received
+
+    def spy(self, data):
+        sizes.append(len(data))
+        received(self, data)
+
+    monkeypatch.setattr(H11Protocol, "data_received", spy)
+    body = b'{"prompt": "' + b"a" * 50_000 + b'"}'
+    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+    with raw(server) as connection:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert connection.recv(100).startswith(b"HTTP/1.1 200")
+    assert sum(sizes) > 300_000
+    assert max(sizes) <= 1 << 13
+
+
 def begun(server, n_byte: int, n_sent: int) -> socket.socket:
     """Return a connection that has sent a part of a body."""
     connection = raw(server)
