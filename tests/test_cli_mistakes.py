@@ -86,7 +86,7 @@ def refused(capsys):
         (["presets", "extra"], "unknown argument extra"),
         (["data", "info", "stdlibb"], "unknown corpus 'stdlibb', and stdlibb: no such file or folder; did you mean stdlib?"),
         (["data", "info", "no/such/file.txt"], "no/such/file.txt: no such file or folder"),
-        (["data", "prepare", "stdlib", "--unit", "letter"], "--unit is 'letter'"),
+        (["data", "prepare", "stdlib", "--unit", "letter"], "--data.unit is 'letter'"),
         (["eval", "no-such-run"], "no-such-run: no such directory"),
         (["generate", "no-such-run", "--prompt", "x"], "no-such-run: no such directory"),
         (["generate", "no-such-run"], "missing: one of --prompt --prompt-file"),
