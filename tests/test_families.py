@@ -121,6 +121,23 @@ def test_a_script_cannot_set_what_a_family_lacks_nor_leave_its_family():
         validate(run)
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "value", "expected"),
+    [
+        ("train", "steps", "5", r"train\.steps is '5'; expected a whole number"),
+        ("model", "n_layer", None, r"model\.n_layer is None; expected a whole number"),
+        ("train", "learning_rate", "x", r"train\.learning_rate is 'x'; expected a number"),
+        (None, "name", 3, "name is 3; expected text"),
+        (None, "train", None, "configuration train: expected an object, found None"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_before_training(section, name, value, expected, tmp_path):
+    run: Any = txl.preset("stdlib-tiny")
+    setattr(run if section is None else getattr(run, section), name, value)
+    with pytest.raises(UserError, match=expected):
+        txl.Trainer(run, tmp_path / "run")
+
+
 def test_a_misspelt_field_of_any_section_cannot_be_set():
     run: Any = pickle.loads(pickle.dumps(copy.deepcopy(dataclasses.replace(txl.preset("stdlib-tiny"), name="mine"))))
     assert run == dataclasses.replace(txl.preset("stdlib-tiny"), name="mine")

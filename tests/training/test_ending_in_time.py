@@ -9,8 +9,9 @@ from tests.conftest import small_run
 from tests.training.test_trainer import assert_same_end, stop_after, train
 
 from txl.config import RunConfig
-from txl.errors import RunInterrupted
+from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
+from txl.training import saver
 from txl.training.display import Pace
 from txl.training.schedule import learning_rate
 
@@ -109,3 +110,19 @@ def test_other_runs_keep_their_steps(options, story, data_dir, tmp_path, monkeyp
     steps_take(monkeypatch, *SLOWER)
     assert train(planned(story, **options), tmp_path / "run", data_dir)["step"] == 12
     assert changes(tmp_path / "run") == []
+
+
+def test_a_full_disk_that_does_not_stop_the_run_keeps_its_steps(story, data_dir, tmp_path, monkeypatch):
+    """The number changes at the next checkpoint: with `train.on_save_error continue` the run goes on without one."""
+    real = saver.write_checkpoint
+
+    def full(folder, step, contents):
+        if step == 4:
+            raise UserError("No space left on device")
+        return real(folder, step, contents)
+
+    monkeypatch.setattr(saver, "write_checkpoint", full)
+    steps_take(monkeypatch, *SLOWER)
+    run = planned(story, **{"train.on_save_error": "continue"})
+    assert train(run, tmp_path / "run", data_dir)["step"] == 7
+    assert changes(tmp_path / "run") == [(6, 12, 7)]

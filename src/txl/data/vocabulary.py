@@ -43,7 +43,7 @@ that the library takes grows with the square of this length. For DNA, protein an
 learned in pieces of 256, 1,024 and 4,096 characters give the same number of tokens and entropy within 0.2%; learning
 takes 1, 1.2 and 2 to 3.7 times as long."""
 _RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
-"""Piece of text as the BPE library cuts it, apart from a space before it."""
+"""Piece of text as the BPE library cuts it, apart from a space before it; signs such as ½ count as letters here."""
 
 
 class Vocabulary(ABC):

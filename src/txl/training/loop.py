@@ -221,7 +221,10 @@ class TrainingLoop:
         steps = setup.trained.processes.most(steps)
         if steps == before:
             return
-        self.saver.save(self.state, required=True)
+        self.saver.save(self.state)
+        self.saver.finish(self.state)
+        if setup.trained.processes.any(self.saver.saved_step != step):  # `train.on_save_error` let the run go on
+            return
         train.steps = steps
         if setup.trained.processes.is_first:
             setup.directory.write_config(setup.run)

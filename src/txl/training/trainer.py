@@ -80,8 +80,8 @@ class Trainer:
         extend: bool = False,
         quiet: bool = False,
     ):
-        validate(run)
-        self.run = RunConfig.from_dict(run.to_dict())
+        self.run = RunConfig.from_dict(run.to_dict())  # checks the types
+        validate(self.run)
         self.run.data = with_absolute_paths(self.run.data)
         self.extend = extend
         self.directory = RunDirectory(out)
