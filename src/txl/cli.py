@@ -313,7 +313,9 @@ def _with_option(message: str, arguments: argparse.Namespace) -> str:
 
 def _refuse(message: str) -> int:
     """Print one line of bounded length; a file's control characters, which a terminal would obey, are written out."""
-    message = re.sub("[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], " ".join(message.split()))
+    message = re.sub(
+        "[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], " ".join(map(str.strip, message.splitlines()))
+    )
     if len(message) > 2000:
         message = f"{message[:1500]} ... {message[-400:]}"
     with suppress(OSError):

@@ -171,6 +171,18 @@ def test_text_that_repeats_itself_is_decompressed_in_parts(ending, tmp_path):
     assert largest < len(content) / 3
 
 
+@pytest.mark.parametrize("comment", [b"", b"a comment"])
+@pytest.mark.parametrize("behind", [b"", b"\0" * 30, b"more"])
+def test_a_zip_archive_may_have_a_comment_and_more_behind_its_end(behind, comment, tmp_path):
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("train.txt", ONE)
+        archive.comment = comment
+    path.write_bytes(path.read_bytes() + behind)
+    unpack(path, tmp_path, lambda name: True)
+    assert (tmp_path / "train.txt").read_bytes() == ONE
+
+
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "tgz", "tar.xz", "tar.bz2", "zip"])
 def test_a_damaged_archive_is_refused_or_its_files_are_whole(kind, tmp_path):
     """A plain .tar file has no checksum of its members' content."""

@@ -166,6 +166,31 @@ def test_the_commands_in_the_messages_work(name, content, which, expected, tmp_p
     txl.open_corpus(str(made), "char", data_dir=tmp_path / "data", quiet=True)
 
 
+def test_a_file_that_is_compressed_twice_is_not_to_be_renamed(tmp_path):
+    path = tmp_path / "novel.txt.gz"
+    path.write_bytes(gzip.compress(gzip.compress(TEXT.encode())))
+    said = f"{path}: gzip data, not UTF-8 text; it is compressed twice: decompress it once (gzip -d)"
+    assert refusal(str(path), tmp_path / "data", "byte") == said
+    path.write_bytes(gzip.decompress(path.read_bytes()))
+    txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", quiet=True)
+
+
+def test_a_message_keeps_the_spaces_of_a_name(tmp_path, capsys):
+    path = tmp_path / "my  novel.txt"
+    path.write_bytes("Ein schöner Müller\n".encode("latin-1") * 99)
+    assert main(["data", "info", str(path), "--unit", "char", "--data-dir", str(tmp_path / "data")]) == 2
+    said = capsys.readouterr().err
+    assert f"; if it is Latin-1 (iconv -l lists other encodings), convert it (cat '{path}' | iconv" in said
+
+
+def test_a_nul_byte_in_a_text_is_not_taken_for_utf_16(tmp_path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes(b"one\nbad \0 byte\n" + TEXT.encode())
+    said = refusal(str(path), tmp_path / "data", "char")
+    assert "line 2); if it is UTF-16, convert it (" in said
+    assert "), else leave out such bytes (" in said
+
+
 def test_a_bad_byte_is_named_with_its_offset_and_line(tmp_path):
     path = tmp_path / "long.txt"
     before = "naïve\n".encode() * 200_000

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import time
 from pathlib import Path
 
@@ -121,6 +123,22 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_an_error_not_a_dead_process(
     for read in (lambda: stream.read(position), lambda: np.asarray(tokens), lambda: list(tokens)):
         with pytest.raises(UserError, match=r"train\.tokens: cut off at 10 bytes by another program"):
             read()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.EACCES])
+def test_a_corpus_that_cannot_be_read_now_is_not_removed(number, story, tmp_path, monkeypatch):
+    txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")}
+
+    def fail(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    for name in ("file_sha256", "read_json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(prepared, name, fail)
+            with pytest.raises(UserError, match=os.strerror(number)):
+                txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == files
 
 
 def untimed(values: dict) -> dict:

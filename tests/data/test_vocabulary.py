@@ -256,6 +256,14 @@ def test_a_tokenizer_that_holds_more_than_its_merges_is_refused(name):
         Vocabulary.from_json(values)
 
 
+@pytest.mark.parametrize("prefix", ["##", "€€€"])
+def test_a_tokenizer_with_a_prefix_of_tokens_is_refused_before_the_library_panics(prefix):
+    values = BpeVocabulary.train(["ab ab abc abc " * 9], 270).to_json()
+    values["tokenizer"]["model"]["continuing_subword_prefix"] = prefix
+    with pytest.raises(UserError, match="tokenizer has a model that is not plain byte-level BPE"):
+        Vocabulary.from_json(values)
+
+
 def test_capitals_are_read_as_small_letters_and_places_stay():
     words, characters = ALL["small letters"], ALL["small characters"]
     assert words.encode("THE Mill\nthe").tolist() == [0, 1, 0]

@@ -77,7 +77,7 @@ def open_file(path: Path) -> IO[bytes]:
     raw = _File(path, file)
     compression = _COMPRESSIONS.get(".gz" if path.suffix == ".tgz" else path.suffix)
     if compression is not None:
-        raw = _Decompressed(path, file, _decompressed(path, raw, compression))
+        raw = _Decompressed(path, file, _decompressed(path, io.BufferedReader(raw, BLOCK), compression))
     return cast(IO[bytes], io.BufferedReader(raw, BLOCK))
 
 
@@ -125,13 +125,13 @@ class _Decompressed(_File):
         return count
 
 
-def _decompressed(path: Path, file: _File, compression: _Compression) -> Iterator[bytes]:
+def _decompressed(path: Path, file: IO[bytes], compression: _Compression) -> Iterator[bytes]:
     """Yield the content of all streams of a file, to the file's last byte.
 
     The readers of Python's library take a damaged later stream for something else, and leave it out. Here everything
     that follows a stream, except for its padding, must be another stream.
     """
-    data, begins = file.read(_COMPRESSED_BLOCK) or b"", True
+    data, begins = file.read(_COMPRESSED_BLOCK), True
     tool = compression.tool
     while data or begins:
         if not any(mark.startswith(data[: len(mark)]) for mark in compression.marks):
@@ -154,15 +154,15 @@ def _decompressed(path: Path, file: _File, compression: _Compression) -> Iterato
                 raise UserError(f"{path}: cannot be read ({reason}); {tool} -t tells whether it is damaged") from None
             if content:
                 yield content
-            data = stream.unused_data if stream.eof else file.read(_COMPRESSED_BLOCK) or b""
+            data = stream.unused_data if stream.eof else file.read(_COMPRESSED_BLOCK)
         if getattr(stream, "check", None) == lzma.CHECK_NONE:
             _note_unchecked(path)
-        data, begins = data or file.read(_COMPRESSED_BLOCK) or b"", False
+        data, begins = data or file.read(_COMPRESSED_BLOCK), False
         if compression.padding is not None:
             data = _behind_padding(data, file, compression.padding)
 
 
-def _behind_padding(data: bytes, file: _File, multiple: int) -> bytes:
+def _behind_padding(data: bytes, file: IO[bytes], multiple: int) -> bytes:
     """Return what follows a stream without its padding; zero bytes that are not padding are left, and no stream."""
     zeros = 0
     while data:
@@ -170,7 +170,7 @@ def _behind_padding(data: bytes, file: _File, multiple: int) -> bytes:
         zeros += len(data) - len(rest)
         if rest:
             break
-        data = file.read(_COMPRESSED_BLOCK) or b""
+        data = file.read(_COMPRESSED_BLOCK)
     return bytes(zeros % multiple) + data.lstrip(b"\0")
 
 

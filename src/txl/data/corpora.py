@@ -267,7 +267,7 @@ def _open(
     def check(meta: JsonObject) -> None:
         if stamps_of(files) != stamps:
             raise UserError(f"{name} changed while it was read; run the command again")
-        if name != STDLIB and (note := reading_note(read, recipe.unit)) is not None:
+        if name != STDLIB and (note := reading_note(dict.fromkeys(read), recipe.unit)) is not None:
             meta["note"] = note
 
     everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]

@@ -54,12 +54,14 @@ def refuse_format(path: Path, head: bytes) -> None:
         path: file, for its name and the message.
         head: beginning of its (decompressed) content.
     """
-    if without_compression(path).suffix == RAW or first_bad_byte(head) is None:
+    if without_compression(path).suffix == RAW:
         return
     for begin, (what, remedy) in _FORMATS.items():
-        if re.match(begin, head, re.DOTALL):
+        if re.match(begin, head, re.DOTALL) and first_bad_byte(head) is not None:
             if remedy.startswith("iconv"):
                 remedy = f"convert it: {_command(remedy, path)}"
+            elif remedy.startswith("rename") and path.suffix in TOOLS:
+                remedy = f"it is compressed twice: decompress it once ({TOOLS[path.suffix]} -d)"
             told = remedy.format(path=path) if path.is_file() else "give UTF-8 text"  # not for standard input or a pipe
             raise UserError(f"{path}: {what}, not UTF-8 text; {told}")
 
@@ -111,8 +113,10 @@ def bad_byte(path: Path, offset: int, value: int) -> UserError:
         while left > 0 and (block := file.read(min(BLOCK, left))):
             left, line = left - len(block), line + block.count(b"\n")
     without = _command("iconv -c -f UTF-8 -t UTF-8" if value else "tr -d '\\0'", path)
-    remedy = f"convert it ({_conversion(path, offset, value)}), or leave out such bytes ({without})"
-    return UserError(f"{path}: {what}, line {line:,}); {remedy}: only the unit byte reads other files")
+    encoding = "Latin-1 (iconv -l lists other encodings)" if value else "UTF-16"
+    convert = f"if it is {encoding}, convert it ({_conversion(path, offset, value)})"
+    remedy = f"{convert}, else leave out such bytes ({without}): only the unit byte reads other files"
+    return UserError(f"{path}: {what}, line {line:,}); {remedy}")
 
 
 def without_compression(path: Path) -> Path:

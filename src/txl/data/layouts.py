@@ -61,15 +61,15 @@ def unpack(archive: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
         raise UserError(f"{archive}: damaged ({error or type(error).__name__})") from None
 
 
-_ZIP_END = 22
-"""Length in bytes of the last record of a .zip file, without the comment that may follow it."""
+_ZIP_END = 22 + 0xFFFF
+"""Largest length in bytes of the last record of a .zip file, with its comment."""
 Member = tuple[str, Callable[[], IO[bytes]]]
 
 
 def _zip_members(archive: Path) -> Iterator[Member]:
     with open(archive, "rb") as content, zipfile.ZipFile(content) as file:
-        content.seek(-_ZIP_END - len(file.comment), os.SEEK_END)
-        count = int.from_bytes(content.read(_ZIP_END)[10:12], "little")
+        content.seek(max(0, content.seek(0, os.SEEK_END) - _ZIP_END))
+        count = int.from_bytes(content.read().rpartition(b"PK\5\6")[2][6:8], "little")
         if len(file.infolist()) != count != 0xFFFF:  # which zipfile does not compare
             raise zipfile.BadZipFile(f"its directory has {len(file.infolist())} of {count} members")
         for member in file.infolist():

@@ -25,7 +25,7 @@ from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabu
 from txl.data.prepared import (
     META_FORMAT,
     Corpus,
-    NotAllowed,
+    NotRead,
     TokenWriter,
     keeps_text,
     token_dtype,
@@ -105,7 +105,7 @@ def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
         return None
     try:
         return Corpus(directory)
-    except NotAllowed:
+    except NotRead:
         raise
     except UserError as error:
         shutil.rmtree(directory, ignore_errors=True)

@@ -6,6 +6,7 @@ A token file holds the token ids of a split as little-endian integers and is rea
 from __future__ import annotations
 
 import codecs
+import errno
 import functools
 import hashlib
 import json
@@ -42,8 +43,8 @@ _SETTLED = 2.0
 """Seconds after which a change of a file shows in its time of change; file systems round times to this or less."""
 
 
-class NotAllowed(UserError):
-    """Error for a prepared corpus that the user has no permission to read."""
+class NotRead(UserError):
+    """Error for files of a prepared corpus that may be whole, but that the system does not let the user read now."""
 
 
 Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
@@ -169,10 +170,8 @@ class Corpus:
         try:
             self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
             self._verify_changed()
-        except PermissionError as error:
-            raise _not_allowed(error) from None
         except OSError as error:
-            raise UserError(f"{error.filename or directory}: {error.strerror}") from None
+            raise _not_read(error, directory) from None
 
     @property
     def name(self) -> str:
@@ -398,10 +397,8 @@ def read_meta(directory: Path) -> JsonObject:
     """Read the record of a prepared corpus; refuse one that is not as `write_meta` wrote it."""
     try:
         meta = read_json(directory / "meta.json")
-    except PermissionError as error:
-        raise _not_allowed(error) from None
     except OSError as error:
-        raise UserError(f"{error.filename or directory}: {error.strerror}") from None
+        raise _not_read(error, directory) from None
     if not isinstance(meta, dict) or meta.pop(_OWN_HASH, None) != _sha256(meta):
         raise UserError(f"{directory}: damaged (meta.json is not one of a prepared corpus)")
     if meta["format"] != META_FORMAT:
@@ -413,5 +410,8 @@ def _sha256(values: JsonObject) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def _not_allowed(error: PermissionError) -> NotAllowed:
-    return NotAllowed(f"{error.filename}: {error.strerror}; choose another --data-dir")
+def _not_read(error: OSError, directory: Path) -> UserError:
+    what = f"{error.filename or directory}: {error.strerror}"
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP):
+        return UserError(what)  # no regular file is there
+    return NotRead(f"{what}; choose another --data-dir" if isinstance(error, PermissionError) else what)

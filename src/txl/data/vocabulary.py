@@ -546,6 +546,8 @@ def _read_tokenizer(values: JsonObject) -> Tokenizer:
 
     Anything else, such as a huge padding, could change the ids or end the process.
     """
+    if values["model"].get("continuing_subword_prefix"):  # the library may panic at it
+        raise UserError("a bpe vocabulary's tokenizer has a model that is not plain byte-level BPE")
     tokenizer = Tokenizer.from_str(json.dumps(values))
     stated, plain = (json.loads(each.to_str()) for each in (tokenizer, byte_level(models.BPE())))
     plain["model"] |= {name: stated["model"].get(name) for name in ("vocab", "merges")}
