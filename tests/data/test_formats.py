@@ -175,6 +175,16 @@ def test_a_file_that_is_compressed_twice_is_not_to_be_renamed(tmp_path):
     txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", quiet=True)
 
 
+def test_a_prompt_is_read_from_a_compressed_file(trained, tmp_path, capsys):
+    (tmp_path / "prompt.txt.gz").write_bytes(gzip.compress(b"The river"))
+    words = ["generate", str(trained), "--device", "cpu", "--max-tokens", "3", "--greedy"]
+    said = []
+    for prompt in (["--prompt", "The river"], ["--prompt-file", str(tmp_path / "prompt.txt.gz")]):
+        assert main([*words, *prompt]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != ""
+
+
 def test_a_message_keeps_the_spaces_of_a_name(tmp_path, capsys):
     path = tmp_path / "my  novel.txt"
     path.write_bytes("Ein schöner Müller\n".encode("latin-1") * 99)

@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +45,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="text to continue, of any length")
-    source.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file (- for standard input)")
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help="read the prompt from a file (also .gz, .bz2, .xz, .zst; - for standard input)",
+    )
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
     )
@@ -174,10 +179,12 @@ def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, te
 def _prompt(arguments: argparse.Namespace) -> str:
     if arguments.prompt is not None:
         return arguments.prompt
+    from txl.data.compressed import open_file
     from txl.data.formats import refuse_format
 
     path = Path(arguments.prompt_file)
-    data = standard_input().read() if arguments.prompt_file == "-" else path.read_bytes()
+    with nullcontext(standard_input()) if arguments.prompt_file == "-" else open_file(path) as file:
+        data = file.read()
     refuse_format(path, data)
     try:
         return data.decode("utf-8")
