@@ -98,5 +98,10 @@ def is_out_of_memory(error: Exception) -> bool:
 def named(symbols: Iterable[str]) -> str:
     """Return words, or characters with their code points, as a list for a message, which names eight of them."""
     listed = list(symbols)
-    shown = [each if len(each) > 1 else f"{each!r} (U+{ord(each):04X})" for each in listed[:8]]
-    return ", ".join(shown) + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
+    shown = ", ".join(each if len(each) > 1 else _named(each) for each in listed[:8])
+    return shown + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
+
+
+def _named(character: str) -> str:
+    code = ord(character)  # Python keeps a byte that is not UTF-8 as U+DC80 to U+DCFF
+    return f"byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code <= 0xDCFF else f"{character!r} (U+{code:04X})"

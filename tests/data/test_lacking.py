@@ -64,6 +64,8 @@ NFD = unicodedata.normalize("NFD", "é")
         (words("我", "们"), "今天我们去看了一场很好的电影", ["put spaces between them, as in the training text"]),
         (words(), "ACGT" * 8, ["for a text without spaces between words, use the unit char or bpe"]),
         (words("the", "mill"), "zebra quagga", []),
+        (words("the", '￭"', rule="punctuation"), 'the “', ['other characters of the same kind: " for “']),
+        (words("the", '￭"', rule="punctuation"), '"the', []),  # a mark that is known on the other side of a word
         (CharVocabulary("abcé"), f"A{NFD}ß", ["known in lower case, such as A", "(NFD): convert the text to NFC"]),
         (
             seen("abc'-\n"),
@@ -98,6 +100,18 @@ def test_characters_of_a_text_are_counted_across_blocks_and_tokens(tmp_path):
         tally.read(bytes([value]), unknown=False)
     assert (tally.total, tally.names()) == (2, "'🦆' (U+1F986)")
     assert tally.notes("it")[0].startswith("2 characters of it never occurred")
+
+
+def test_a_line_end_of_two_characters_is_one_unknown_character():
+    tally = Lacking(CharVocabulary("ab", normalise=True))
+    tally.read(b"\r\n", unknown=True)
+    assert (tally.names(), tally.notes("it")) == ("'\\n' (U+000A)", [])
+
+
+def test_a_byte_that_is_no_character_is_named_as_a_byte():
+    tally = Lacking(seen("ab"))
+    tally.read(b"\xff", unknown=False)
+    assert "never occurred in the training text (byte 0xFF)" in tally.notes("it")[0]
 
 
 CURLY = "They could — “really”. Ω\n"
@@ -147,7 +161,7 @@ def test_a_run_tells_what_its_training_text_never_had(unit, story, data_dir, tmp
     assert main(["import", str(tmp_path / "plain"), "--out", str(tmp_path / "given"), *given]) == 0
     assert "seen" not in json.loads((tmp_path / "given" / "vocabulary.json").read_text())  # of unknown origin
 
-    for seen in (["a"], 3, {}):
+    for seen in (["a"], [-1], [0x110000], 3, {}):
         (tmp_path / "vocabulary.json").write_text(json.dumps(vocabulary.to_json() | {"seen": seen}))
         with pytest.raises(txl.UserError, match="seen is not a list of code points"):
             Vocabulary.load(tmp_path / "vocabulary.json")

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, models
 
 import txl
 from tests.conftest import small_run
@@ -24,7 +24,15 @@ from tests.interop.test_original import GOLDEN
 from txl.cli import main
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.sources import Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.vocabulary import (
+    BpeVocabulary,
+    ByteVocabulary,
+    CharVocabulary,
+    Vocabulary,
+    WordVocabulary,
+    byte_level,
+    byte_symbols,
+)
 from txl.errors import UserError
 from txl.interop.export_run import export_run, flat_modules, tokenizer_files
 from txl.interop.import_run import import_run
@@ -181,7 +189,7 @@ def place(token: LocatedToken, data: bytes) -> tuple[int, int]:
         WordVocabulary(WORDS, rule="punctuation"),
         WordVocabulary(WORDS, rule="punctuation", normalise=True),
         WordVocabulary(WORDS),
-        WordVocabulary([word.lower() for word in WORDS], lower=True),
+        WordVocabulary([*(word.lower() for word in WORDS), "xς"], lower=True),
         CharVocabulary("thecaféx.-()“”—<> \n", normalise=True),
         CharVocabulary("thecaféx.-()“”—<> \n", lower=True),
         ByteVocabulary(),
@@ -190,7 +198,12 @@ def place(token: LocatedToken, data: bytes) -> tuple[int, int]:
     ids=["punctuation", "normalised", "word", "lower words", "char", "lower", "byte", "bpe"],
 )
 def with_tokenizer(request) -> tuple[Vocabulary, Tokenizer]:
-    return request.param, Tokenizer.from_str(tokenizer_files(request.param)["tokenizer.json"])
+    files = tokenizer_files(request.param)
+    tokenizer, config = Tokenizer.from_str(files["tokenizer.json"]), json.loads(files["tokenizer_config.json"])
+    known = {each.content for each in tokenizer.get_added_tokens_decoder().values()}
+    declared = {config[name] for name in config if name.endswith("_token")}
+    tokenizer.add_special_tokens(sorted(declared - known))  # as transformers does
+    return request.param, tokenizer
 
 
 @settings(deadline=None)
@@ -198,6 +211,8 @@ def with_tokenizer(request) -> tuple[Vocabulary, Tokenizer]:
 @example("The cat. (the cat) well-known")
 @example("￭.￭x ￭ (￭x) x.￭")
 @example("<eos>. <eos>x (<eos>) <unk>")
+@example("x<unk> <eos>, x<eos>x <eos><eos> <unk>.")
+@example("XΣ. xΣ\u0301 xΣx İx")
 def test_tokenizer_files_give_the_ids_and_the_places_of_the_vocabulary(with_tokenizer, text):
     vocabulary, tokenizer = with_tokenizer
     found, data = tokenizer.encode(text), text.encode()
@@ -205,7 +220,7 @@ def test_tokenizer_files_give_the_ids_and_the_places_of_the_vocabulary(with_toke
     assert found.ids == vocabulary.encode(text).tolist() == [token.id for token in tokens]
     assert found.offsets == [place(token, data) for token in tokens]
     if vocabulary.kind != "word":
-        assert tokenizer.decode(found.ids) == vocabulary.decode(found.ids)
+        assert tokenizer.decode(found.ids, skip_special_tokens=False) == vocabulary.decode(found.ids)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +233,16 @@ def test_tokenizer_files_give_the_ids_and_the_places_of_the_vocabulary(with_toke
 def test_vocabularies_that_no_tokenizer_can_represent_are_refused(vocabulary, message):
     with pytest.raises(UserError, match=message):
         tokenizer_files(vocabulary)
+
+
+def test_tokens_of_the_vocabulary_that_are_named_like_padding_and_line_end():
+    tokens = {each: number for number, each in enumerate([*byte_symbols(), "<|pad|>", "<|endoftext|>"])}
+    vocabulary, text = BpeVocabulary(byte_level(models.BPE(tokens, []))), "a<|endoftext|>b<|pad|>"
+    files = tokenizer_files(vocabulary)
+    tokenizer, config = Tokenizer.from_str(files["tokenizer.json"]), json.loads(files["tokenizer_config.json"])
+    assert tokenizer.encode(text).ids == vocabulary.encode(text).tolist()
+    names = (config["pad_token"], config["bos_token"], config["eos_token"])
+    assert [tokenizer.token_to_id(each) - len(vocabulary) for each in names] == [0, 1, 1]
 
 
 def test_a_run_without_a_vocabulary_is_exported_without_tokenizer(tmp_path, capsys):

@@ -11,7 +11,7 @@ from typing import Literal
 
 from txl.data.detokenise import convention_of
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
-from txl.data.words import marks
+from txl.data.words import JOINER, marks
 from txl.errors import named
 
 _SHARE = 0.1
@@ -57,12 +57,13 @@ class Lacking:
             token: the token's bytes in the text.
             unknown: True if the token is `<unk>`.
         """
+        text = self._decoder.decode(token)
+        text = text.replace("\r\n", "\n") if self._normalise else text
         if not self._is_complete:
             if unknown:
-                self.add(token.decode("utf-8", errors="surrogateescape"))
+                self.add(text)
         elif self._vocabulary.seen is not None:
-            text = self._decoder.decode(token)
-            for character in text.replace("\r\n", "\n") if self._normalise else text:
+            for character in text:
                 if not self.knows(character):
                     self.add(character)
 
@@ -115,13 +116,19 @@ class Lacking:
             return "NFC", ""
         if self._is_small and self.knows(symbol.lower()):
             return "case", symbol.lower()
+        for group in _ALIKE if len(symbol) == 1 else ():
+            for other in group if symbol in group else ():
+                if other != symbol and (self.knows(other) or (self.is_word and self._is_joined_mark(other))):
+                    return "alike", other
         if not self.is_word:
-            alike = (each for group in _ALIKE if symbol in group for each in group if self.knows(each))
-            other = next(alike, "")
-            return ("alike", other) if other else ("", "")
+            return "", ""
         if self._convention is not False and self._is_joined(symbol):
             return "punctuation", ""
         return ("undivided", "") if _UNDIVIDED.match(symbol) else ("", "")
+
+    def _is_joined_mark(self, mark: str) -> bool:
+        """Return whether the vocabulary has a mark with joiners."""
+        return any(map(self.knows, (f"{JOINER}{mark}", f"{mark}{JOINER}", f"{JOINER}{mark}{JOINER}")))
 
     def _is_joined(self, word: str) -> bool:
         """Return whether punctuation touches a word whose parts are known."""

@@ -189,7 +189,9 @@ class Vocabulary(ABC):
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
         if (seen := values.get("seen")) is not None:
-            if not isinstance(seen, list) or not all(type(each) is int for each in seen):
+            if not isinstance(seen, list) or not all(
+                type(each) is int and 0 <= each <= sys.maxunicode for each in seen
+            ):
                 raise UserError(f"{path}: seen is not a list of code points{f'; {remedy}' if remedy else ''}")
             vocabulary.seen = frozenset(seen)
         return vocabulary

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import safetensors.torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 import txl
@@ -189,6 +189,9 @@ PADDING = "<|pad|>"
 """Token whose id follows those of the vocabulary; it is no token of the model."""
 LINE_END = "<|endoftext|>"
 """Token after `PADDING`, which the exported model reads as the line end of a vocabulary without `<eos>`."""
+_CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
+_FINAL_SIGMA = normalizers.Replace(Regex(rf"(?<={_CASED}\p{{Case_Ignorable}}*)Σ(?!\p{{Case_Ignorable}}*{_CASED})"), "ς")
+"""Lower case of a final capital sigma as in Python; the library's `Lowercase` gives σ everywhere."""
 _UNKNOWN = "<|unk|>"
 """Spelling of `<unk>` in a tokenizer of characters, where `<unk>` in a text is five characters."""
 
@@ -204,21 +207,23 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
     if vocabulary.normalise:
         after = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
         tokenizer.normalizer = normalizers.Sequence([*before, *after])  # pyright: ignore[reportAttributeAccessIssue]
-    begin, unknown, added = LINE_END, _UNKNOWN, [PADDING, LINE_END]
+    padding, begin, unknown = _free(PADDING, tokenizer), None, _UNKNOWN
+    tokenizer.add_special_tokens([padding])
     if isinstance(vocabulary, WordVocabulary):
-        begin, unknown, added = vocabulary.eos, vocabulary.unk, [PADDING]
-    elif line_end_id(vocabulary) is None:
-        begin, added = None, [PADDING]
-    if tokenizer.add_special_tokens(added) < len(added):
-        raise UserError(f"the vocabulary has a token {PADDING!r} or {LINE_END!r} of its own")
+        begin, unknown = vocabulary.eos, vocabulary.unk
+        own = [AddedToken(each, normalized=True) for each in (begin, unknown) if each is not None]
+        tokenizer.add_special_tokens(own)  # transformers would find them in the text before it is normalised
+    elif line_end_id(vocabulary) is not None:
+        begin = _free(LINE_END, tokenizer)
+        tokenizer.add_special_tokens([begin])
     config: JsonObject = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_max_length": 10**9,
-        "pad_token": PADDING,
+        "pad_token": padding,
         "bos_token": begin,
-        "eos_token": begin or PADDING,  # never None, because of the idiom `pad_token = eos_token`
+        "eos_token": begin or padding,  # never None, because of the idiom `pad_token = eos_token`
     }
     if vocabulary.unk_id is not None:
         config["unk_token"] = unknown
@@ -226,6 +231,13 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
         "tokenizer.json": tokenizer.to_str(),
         "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
     }
+
+
+def _free(name: str, tokenizer: Tokenizer) -> str:
+    """Return a name that no token has: GPT-2's vocabulary, for instance, has `<|endoftext|>`."""
+    while tokenizer.token_to_id(name) is not None:
+        name = f"<{name}>"
+    return name
 
 
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
@@ -246,7 +258,9 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
         tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])
         if vocabulary.lower:
-            tokenizer.normalizer = normalizers.Lowercase()  # pyright: ignore[reportAttributeAccessIssue]
+            # The library makes two characters of this capital, which is one `<unk>`.
+            lower = normalizers.Sequence([normalizers.Replace("İ", "\uffff"), normalizers.Lowercase()])
+            tokenizer.normalizer = lower  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer
     assert isinstance(vocabulary, WordVocabulary)
     if vocabulary.boundary == "both":
@@ -256,10 +270,15 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         models.WordLevel(words) if vocabulary.unk is None else models.WordLevel(words, unk_token=vocabulary.unk)
     )
     separators = normalizers.Replace(Regex("[\x1c-\x1f]"), " ")  # white space in Python, not in the library
-    lower = [normalizers.Lowercase()] if vocabulary.lower else []
+    in_lower = [_FINAL_SIGMA, normalizers.Lowercase()] if vocabulary.lower else []
     line_ends = normalizers.Replace("\n", " " if vocabulary.eos is None else f" {vocabulary.eos} ")
-    with_joiners, pieces = _marks() if vocabulary.rule == "punctuation" else ([], pre_tokenizers.WhitespaceSplit())
-    tokenizer.normalizer = normalizers.Sequence([separators, *lower, *with_joiners, line_ends])
+    if vocabulary.rule == "punctuation":
+        apart, pieces = _marks()
+    else:  # `<eos>` and `<unk>` that touch other characters are not these words
+        own = "|".join(re.escape(each[1:]) for each in (vocabulary.eos, vocabulary.unk) if each)
+        apart = [normalizers.Replace(Regex(f"(?i)<(?=(?:{own})\\S)|(?<=\\S)<(?={own})"), "<\x1c")] if own else []
+        pieces = pre_tokenizers.WhitespaceSplit()
+    tokenizer.normalizer = normalizers.Sequence([separators, *in_lower, *apart, line_ends])
     tokenizer.pre_tokenizer = pieces
     if vocabulary.rule == "punctuation":
         space, touching = decoders.WordPiece(prefix=JOINER, cleanup=False), decoders.Replace(Regex(f"{JOINER} ?"), "")
