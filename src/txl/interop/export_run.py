@@ -211,8 +211,8 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
     tokenizer.add_special_tokens([padding])
     if isinstance(vocabulary, WordVocabulary):
         begin, unknown = vocabulary.eos, vocabulary.unk
-        own = [AddedToken(each, normalized=True) for each in (begin, unknown) if each is not None]
-        tokenizer.add_special_tokens(own)  # transformers would find them in the text before it is normalised
+        if unknown is not None:  # transformers would find it where it touches other characters
+            tokenizer.add_special_tokens([AddedToken(unknown, normalized=True)])
     elif line_end_id(vocabulary) is not None:
         begin = _free(LINE_END, tokenizer)
         tokenizer.add_special_tokens([begin])
@@ -274,9 +274,9 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
     line_ends = normalizers.Replace("\n", " " if vocabulary.eos is None else f" {vocabulary.eos} ")
     if vocabulary.rule == "punctuation":
         apart, pieces = _marks()
-    else:  # `<eos>` and `<unk>` that touch other characters are not these words
-        own = "|".join(re.escape(each[1:]) for each in (vocabulary.eos, vocabulary.unk) if each)
-        apart = [normalizers.Replace(Regex(f"(?i)<(?=(?:{own})\\S)|(?<=\\S)<(?={own})"), "<\x1c")] if own else []
+    else:  # an `<unk>` that touches other characters is not this word
+        rest = re.escape((vocabulary.unk or UNK)[1:])
+        apart = [normalizers.Replace(Regex(f"(?i)<(?={rest}\\S)|(?<=\\S)<(?={rest})"), "<\x1c")]
         pieces = pre_tokenizers.WhitespaceSplit()
     tokenizer.normalizer = normalizers.Sequence([separators, *in_lower, *apart, line_ends])
     tokenizer.pre_tokenizer = pieces
