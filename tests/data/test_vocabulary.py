@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -354,7 +355,8 @@ def test_long_texts_are_encoded_by_bpe_outside_of_the_interpreter_s_lock():
             batches.extend(texts)
             return tokenizer.encode_batch_fast(texts)
 
-    tokenizer, vocabulary.tokenizer = vocabulary.tokenizer, Spy()
+    tokenizer: Any = vocabulary.tokenizer
+    cast(Any, vocabulary).tokenizer = Spy()
     assert vocabulary.encode(text).tolist() == expected
     assert max(map(len, batches)) < 70_000
     assert "".join(batches) == text

@@ -38,12 +38,12 @@ def test_slices_make_no_difference(tiny_slices):
     chance = random.Random(1)
     for _ in range(300):
         given = {"a": value(chance), "b": value(chance), "c": value(chance)}
-        layout = {"indent": chance.choice([None, 2]), "separators": chance.choice([None, (",", ":")])}
-        body = json.dumps(given, ensure_ascii=chance.random() < 0.5, **layout).encode()
+        indent, separators = chance.choice([None, 2]), chance.choice([None, (",", ":")])
+        body = json.dumps(given, ensure_ascii=chance.random() < 0.5, indent=indent, separators=separators).encode()
         assert parsed(body) == given
-        compact = {"separators": (",", ":")}
-        assert json_response(given).body == json.dumps(given, ensure_ascii=False, **compact).encode()
-        assert dumps(given) == json.dumps(given, **compact)
+        whole = json.dumps(given, ensure_ascii=False, separators=(",", ":"))
+        assert json_response(given).body == whole.encode()
+        assert dumps(given) == json.dumps(given, separators=(",", ":"))
         damaged = bytearray(body)
         damaged[chance.randrange(len(body))] = chance.choice(b'",[]\\1 n{}:')
         try:
