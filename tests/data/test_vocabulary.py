@@ -322,18 +322,19 @@ PARTS = (
 PARTS += ("\u5929\u5730", "e\u0301", "!", "...", "_", "\x00", "\U0001f600", "\u2167", "\ufeff", "<eos>", "\udc80")
 
 
-@pytest.mark.parametrize("kind", ["bpe", "whitespace", "punctuation", "sentences"])
+@pytest.mark.parametrize("kind", ["bpe", "bpe as written", "whitespace", "punctuation", "sentences"])
 def test_a_text_encoded_in_parts_has_the_same_tokens(kind, monkeypatch):
     words = ["<eos>", "<unk>", "abc", "The", "!", "\uffed!", "12"]
     vocabulary = {
         "bpe": lambda: BpeVocabulary.train(["The abc's 12 abc! The\n\n12" * 9], 300, normalise=True),
+        "bpe as written": lambda: BpeVocabulary.train(["The\tabc\r\n12\r\n"] * 9, 300),
         "whitespace": lambda: WordVocabulary(words),
         "punctuation": lambda: WordVocabulary(words, rule="punctuation", normalise=True),
         "sentences": lambda: WordVocabulary(words, boundary="both"),
     }[kind]()
     chance = random.Random(1)
     for _ in range(2000):
-        text = "".join(chance.choices(PARTS[: None if kind == "bpe" else -1], k=chance.randrange(14)))
+        text = "".join(chance.choices(PARTS[: None if kind.startswith("bpe") else -1], k=chance.randrange(14)))
         whole = vocabulary.encode(text).tolist()
         with monkeypatch.context() as changed:
             changed.setattr("txl.data.vocabulary._AT_ONCE", chance.randrange(1, 6))

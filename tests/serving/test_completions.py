@@ -357,6 +357,26 @@ def test_a_long_text_waits_for_others_without_a_thread_and_not_at_all_once_its_c
     assert len([n for n in encoded if n > 300_000]) == 1
 
 
+@pytest.mark.parametrize(
+    ("route", "value"),
+    [
+        ("completions", {"prompt": "a" * 100, "n": 8, "echo": True, "logprobs": 9, "max_tokens": 1}),
+        ("streams", {"text": "a" * 64, "logprobs": 99}),
+        ("streams", {"text": "a" * 64, "logprobs": 99, "stream": True}),
+        ("streams/ID/generate", {"max_tokens": 64, "logprobs": 99}),
+    ],
+)
+def test_many_log_probabilities_of_few_tokens_are_written_beside_the_event_loop(server_with, monkeypatch, route, value):
+    server, threads = server_with(segment=64), set()
+    stream = server.post("/v1/streams", {"text": "a"})["stream"]["id"]
+    for module in ("completions", "streams"):
+        seen = lambda value: threads.add(threading.current_thread().name) or value  # noqa: E731
+        monkeypatch.setattr(f"txl.serving.{module}.finite", seen)
+    assert server.client.post(f"/v1/{route.replace('ID', stream)}", json=value).is_success
+    assert threads
+    assert all(name.startswith("asyncio_") for name in threads)
+
+
 def test_many_prompts_are_refused_before_any_is_read(server, monkeypatch):
     monkeypatch.setattr(server.service.texts, "encode", lambda text: pytest.fail("it was read"))
     message = server.refused(400, "/v1/completions", {"prompt": ["a"] * 200})["message"]

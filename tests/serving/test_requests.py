@@ -81,6 +81,13 @@ def test_large_lists_and_strings():
     assert dumps(given) == json.dumps(given, separators=(",", ":"))
 
 
+@pytest.mark.parametrize("end", [r"\ud83d\ude00", r"\ud800\ud83d\ude00", r"\ud800\n\udc00", r"\ud800\ud800\udc00"])
+@pytest.mark.parametrize("before", [4094, 4095, 4096])
+def test_surrogate_pairs_at_the_end_of_a_slice(end, before):
+    text = r"\n" * before + end
+    assert requests._string(text) == json.loads(f'"{text}"')
+
+
 def repeated(part: str) -> str:
     return part * (1_000_000 // len(part))
 

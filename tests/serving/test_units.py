@@ -113,7 +113,9 @@ def test_a_text_without_borders_is_refused_before_it_is_encoded(kind, monkeypatc
     monkeypatch.setattr(texts.vocabulary, "encode", lambda text: pytest.fail("it was encoded"))
     longest = {"word": 1 << 16, "bpe": 1 << 18}[kind]
     for text in ("x" * 2 * longest, "a b " * 10_000 + "!" * 2 * longest, ("x" * 2 * longest + " ") * 3):
-        with pytest.raises(UserError, match="have no white space between them"):
+        with pytest.raises(UserError, match="are one word, or all white space"):
             texts.refuse_long(text, 10**9)
     texts.refuse_long("a b " * longest, 10**9)
     texts.refuse_long("x" * longest, 10**9)
+    for between in ("\t", "\r\n"):  # a table, or lines of another system
+        texts.refuse_long(f"12{between}" * longest, 10**9)

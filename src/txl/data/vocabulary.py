@@ -33,7 +33,7 @@ and a later fork of the process then prints a warning of the library."""
 _AT_ONCE = 1 << 16
 """Characters of a text after which it is cut at the next border, so that other threads run in between."""
 _WORD_BORDER = re.compile(r"\s")
-_BPE_BORDER = re.compile(r"(?<=\S)[ \n]")
+_BPE_BORDER = re.compile(r"(?<=\S)[ \t\r\n]")
 _FORMATS = (1, 2, 3)
 """Formats that can be read. Format 2 adds `normalise` and `rule`, format 3 `lower`, `unk_id`, and words without `<eos>`
 or `<unk>`: earlier readers would ignore or refuse them."""

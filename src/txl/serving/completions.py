@@ -60,10 +60,10 @@ class Choice:
         self.text += text
         self._shown += len(text)
 
-    @property
-    def size(self) -> int:
-        """Number of characters and tokens that the next part may have."""
-        return len(self.text) + len(self._entries) + (len(self.prompt.shown) if self.echo and not self._began else 0)
+    def size(self, top: int | None) -> int:
+        """Return about how many characters and log-probabilities the next part has."""
+        shown = len(self.prompt.shown) if self.echo and not self._began else 0
+        return (len(self.text) + len(self._entries) + shown) * (1 + (top or 0))
 
     def take(self, top: int | None) -> JsonObject | None:
         """Return the part added since the last call, as a choice of a response; None if nothing was added."""
@@ -179,7 +179,7 @@ class _Answer:
         async for batch in outbox.batches():
             for index in sorted(self._take_in(batch)):
                 choice = self._choices[index]
-                chunk = await beside(choice.size, functools.partial(self._chunk, choice))
+                chunk = await beside(choice.size(self._asked.top), functools.partial(self._chunk, choice))
                 if chunk is not None:
                     yield chunk
             outbox.sent(batch)
@@ -197,10 +197,15 @@ class _Answer:
         async for batch in outbox.batches():
             self._take_in(batch)
 
-    def whole(self) -> Response:
+    async def whole(self) -> Response:
         """Return the complete answer as one response."""
-        choices = [choice.take(self._asked.top) for choice in self._choices]
-        return json_response(self._head | {"choices": choices, "usage": self.usage()})
+        top = self._asked.top
+
+        def answer() -> Response:
+            choices = [choice.take(top) for choice in self._choices]
+            return json_response(self._head | {"choices": choices, "usage": self.usage()})
+
+        return await beside(sum(choice.size(top) for choice in self._choices), answer)
 
     def _take_in(self, batch: list[Event]) -> set[int]:
         """Add events to choices and prompts; return the indices of the choices with new events."""
@@ -229,7 +234,7 @@ async def completions(request: Request) -> Response:
     if asked.progressive:
         return event_stream(answer.chunks(outbox), works, service)
     await while_connected(request, answer.arrive(outbox), works)
-    return await beside(0 if asked.top is None else answer.usage()["total_tokens"], answer.whole)
+    return await answer.whole()
 
 
 def _work(number: int, prompt: Prompt, asked: _Asked, outbox: Outbox, service: Service) -> Work:

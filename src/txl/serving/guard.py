@@ -97,7 +97,7 @@ class Guard:
             await error.response()(scope, receive, sends)
         finally:
             self._active -= 1
-            if self._held.pop(id(scope), 0) > 0 and (self._returning is None or self._returning.done()):
+            if self._held.pop(id(scope), None) is not None and (self._returning is None or self._returning.done()):
                 self._returning = asyncio.create_task(_return_memory())
             route = getattr(scope.get("route"), "path", None) or "other"
             self._metrics.requests.labels(route, str(status)).inc()
@@ -170,7 +170,7 @@ class Guard:
                         parts.append(part)
                     else:  # read on, up to `_DRAINED`: a client that is still sending would not see the answer
                         parts.clear()
-                        self._held.pop(id(scope), None)
+                        self._held[id(scope)] = 0
         except TimeoutError:
             raise ApiError(
                 408,

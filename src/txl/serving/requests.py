@@ -45,7 +45,7 @@ _LONGEST = 1 << 10
 _LISTED = 64
 """Values of a list that are written to JSON at once."""
 _IDS = re.compile(r"\[\s*[0-9][0-9,\s]{1024,}\]", re.ASCII)
-_CHARACTERS = re.compile(r"(?:[^\\]+|\\u[dD][89abAB]..\\u....|\\u....|\\[^u]){1,4096}", re.DOTALL)
+_CHARACTERS = re.compile(r"(?:[^\\]+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\[^u]){1,4096}", re.DOTALL)
 _NAMES = re.compile(r"\s*:")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode

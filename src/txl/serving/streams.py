@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import AsyncIterator
@@ -163,6 +164,10 @@ async def _append(
         value |= {"scored": operation.read.scored, "bits": operation.read.bits}
         return value | {"tokens": tokens, "stream": describe(stream, kept)}
 
+    def progress(event: ReadEvent) -> str:
+        value = {"object": "stream.progress", "read": event.read, "total": event.total}
+        return dumps(value | {"tokens": shown.tokens(event.tokens, "read")})
+
     if progressive:
 
         async def events() -> AsyncIterator[str]:
@@ -171,8 +176,8 @@ async def _append(
                 async for batch in operation.batches():
                     for event in batch:
                         if isinstance(event, ReadEvent):
-                            value = {"object": "stream.progress", "read": event.read, "total": event.total}
-                            yield dumps(value | {"tokens": shown.tokens(event.tokens, "read")})
+                            size = len(event.tokens) * (1 + (top or 0))
+                            yield await beside(size, functools.partial(progress, event))
                 _check(operation)
                 complete = True
                 yield dumps(result(None))
@@ -190,7 +195,7 @@ async def _append(
                 tokens += shown.tokens(event.tokens, "read") or []
         return json_response(result(tokens if work.top is not None else None), status)
 
-    return await beside(ids.numel() if work.top is not None else 0, whole)
+    return await beside(ids.numel() * (1 + (top or 0)), whole)
 
 
 def _outbox(progressive: bool, limits: Limits) -> Outbox:
@@ -250,7 +255,7 @@ async def generate(request: Request) -> Response:
     if progressive:
         return event_stream(answer.events(), [work], service)
     events = await while_connected(request, _all(operation), [work])
-    return await beside(max_tokens if top is not None else 0, lambda: json_response(answer.whole(events)))
+    return await beside(max_tokens * (1 + (top or 0)), lambda: json_response(answer.whole(events)))
 
 
 class _Generation:

@@ -54,7 +54,7 @@ class Texts:
         most_whole = _WHOLE.get(kind, most)
         for start in range(0, len(text) - most_whole, most_whole):
             if border is not None and not border.search(text, start, start + most_whole):
-                raise UserError(f"{most_whole:,} characters of the text have no white space between them; add some")
+                raise UserError(f"{most_whole:,} characters of the text are one word, or all white space; cut it")
         if kind != "word" and (least := len(self.vocabulary.read(text)) // self._longest) > most:
             raise UserError(f"the text has {least:,} tokens or more; at most {most:,} are read")
 
