@@ -125,7 +125,7 @@ class _ShiftedAttention(torch.autograd.Function):
         torch.softmax(weights, dim=-1, out=weights)
         if dropout > 0:
             # The mask includes the factor 1/(1-p), so that the forward and backward pass multiply only once.
-            keep = torch.empty_like(weights).bernoulli_(1 - dropout).div_(1 - dropout)
+            keep = torch.bernoulli(weights, 1 - dropout).div_(1 - dropout)  # `weights` gives the shape only
             applied = weights * keep
         else:
             keep, applied = None, weights
