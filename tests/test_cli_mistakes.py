@@ -79,7 +79,7 @@ def refused(capsys):
         (["train", "stdlib-tiny", "--out", "x", "--model.n_layers", "3"],
          "unknown option --model.n_layers; did you mean --model.n-layer? (see"),
         (["train", "stdlib-tiny", "--out", "x", "--epochs", "3"],
-         "unknown option --epochs; give a number of --steps: a pass over the text takes its training tokens (txl data info"),
+         "unknown option --epochs; give a number of --steps: a pass over the text takes its training tokens (txl data info CORPUS --unit"),
         (["train", "stdlib-tiny", "--out", "x", "--train.epoch_shif", "3"], "did you mean --train.epoch-shift?"),
         ([], "missing: COMMAND"),
         (["status"], "missing: DIR"),

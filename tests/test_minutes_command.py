@@ -179,7 +179,7 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
         (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
         (["--minutes", "5", "--train.steps", "100"], "--minutes determines the steps"),
-        (["--minutes", "5", "--init-from", "elsewhere"], "--init-from and --minutes"),
+        (["--minutes", "5", "--init-from", "elsewhere"], "keeps a run's model; give --steps instead"),
         (["--minutes", "5", "--extend"], "--extend and --minutes"),
         (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
         (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
@@ -254,7 +254,9 @@ def test_time_that_went_by_in_the_choice_is_counted(
 
     monkeypatch.setattr(measuring, "choose", slow)
     assert train("--minutes", "1") == 2
-    assert "0:00 remain for training" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "0:00 remain for training" in said
+    assert "20 steps or more; give more minutes" in said
 
 
 def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, tmp_path: Path):

@@ -184,7 +184,7 @@ class Parser(argparse.ArgumentParser):
         if re.fullmatch(r"--([\w-]+[-_])?epochs?", word) and "--steps" in self._option_string_actions:
             self.error(
                 f"unknown option {word}; give a number of --steps: a pass over the text takes its training tokens "
-                f"(txl data info CORPUS) / tokens per step (--dry-run)"
+                f"(txl data info CORPUS --unit UNIT) / tokens per step (--dry-run)"
             )
         # --model.n_layer and --model.n-layer are one option; suggest only one spelling.
         known = [name for name in self._option_string_actions if name.startswith("--") and "_" not in name]

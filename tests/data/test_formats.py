@@ -66,6 +66,8 @@ FORMATS = {
     "a PDF": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n" + bytes(range(256)) * 300,
     "UTF-16": TEXT.encode("utf-16"),
     "UTF-16 ": b"\xfe\xff" + TEXT.encode("utf-16-be"),
+    "UTF-16  ": TEXT.encode("utf-16-le"),
+    "UTF-16   ": TEXT.encode("utf-16-be"),
     "UTF-32": TEXT.encode("utf-32"),
     "a NumPy array": saved(lambda file: np.save(file, np.arange(220, dtype=np.uint16))),
     "a ZIP file (.docx, .xlsx, .epub, .npz and .pt too)": saved(lambda file: np.savez(file, ids=np.arange(220))),

@@ -195,7 +195,7 @@ def test_without_a_vocabulary_only_text_is_refused(tmp_path, capsys):
     assert printed.endswith("; next: the same command with --vocabulary FILE and another --out\n")
     for words in (["eval", out, "--data.corpus", "stdlib"], ["generate", out, "--prompt", "x"]):
         assert main(words) == 2
-        assert "vocabulary" in capsys.readouterr().err
+        assert "import it again with --vocabulary FILE" in capsys.readouterr().err
     model, vocabulary = txl.load(out)
     assert vocabulary is None
     assert txl.evaluate(model, torch.randint(VOCABULARY, (200,))).tokens == 190

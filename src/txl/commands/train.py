@@ -195,7 +195,9 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
     for flag in ("init_from", "fork", "extend"):
         if getattr(arguments, flag):
             option = "--" + flag.replace("_", "-")
-            raise UserError(f"{option} and --minutes were both given, but {option} needs a configuration: name it")
+            raise UserError(
+                f"{option} and --minutes were both given, but {option} keeps a run's model; give --steps instead"
+            )
     model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
     if chosen_family(model) is not TransformerXLConfig:
         what = " ".join(f"--model.{name} {model[name]}" for name in _FAMILY_FIELDS if name in model)

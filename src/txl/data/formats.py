@@ -30,6 +30,8 @@ _FORMATS = {
     rb"\xd0\xcf\x11\xe0": ("an old Office document", "save it as text"),
     rb"(\xff\xfe\0\0|\0\0\xfe\xff)": ("UTF-32", "iconv -f UTF-32 -t UTF-8"),
     rb"(\xff\xfe|\xfe\xff)": ("UTF-16", "iconv -f UTF-16 -t UTF-8"),
+    rb"([\t\n\r -~]\0){8}": ("UTF-16", "iconv -f UTF-16LE -t UTF-8"),  # without its mark
+    rb"(\0[\t\n\r -~]){8}": ("UTF-16", "iconv -f UTF-16BE -t UTF-8"),
     rb"\x93NUMPY": ("a NumPy array", _GIVE_A_TEXT),
     rb"PAR1": ("Parquet data", _GIVE_A_TEXT),
     rb"ARROW1": ("Arrow data", _GIVE_A_TEXT),

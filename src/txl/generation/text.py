@@ -254,7 +254,10 @@ def generate_samples(
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
     """Return a prompt's token ids, after checking that the prompt is not empty."""
     if vocabulary is None:
-        raise UserError("this model has no vocabulary, so it cannot read or print text; use token ids instead")
+        raise UserError(
+            "this model has no vocabulary, so it cannot read or print text; import it again with --vocabulary FILE, "
+            "or in Python give token ids to txl.generate_tokens"
+        )
     if not prompt:
         raise UserError("the prompt is empty; give at least one character to continue from")
     return torch.as_tensor(vocabulary.encode(prompt), dtype=torch.int64)

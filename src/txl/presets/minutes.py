@@ -231,7 +231,8 @@ def check_steps(choice: ChosenRun, seconds: float) -> None:
     if choice.run.train.steps < FEWEST_STEPS:
         raise UserError(
             f"--minutes: {duration(max(0.0, seconds))} remain for training, and a step of the chosen model takes "
-            f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more"
+            f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more; "
+            f"give more minutes, or close other programs"
         )
 
 
