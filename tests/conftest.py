@@ -20,8 +20,11 @@ shapes.install()
 
 from txl.config import RunConfig, leaf_fields, with_options
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a background job; tested commands need SIGINT
+# Tested commands need these signals, which a background job or nohup ignores.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SENTENCES = (
     "The river rose in the night, and by morning the lower fields were under water.\n",

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -157,7 +158,9 @@ def untimed(values: dict) -> dict:
 )
 def test_commands_that_evaluate_never_read_an_altered_corpus(command, trained, tmp_path, capsys):
     name, *options = command
-    words = [name, str(trained), "--data-dir", str(tmp_path), "--device", "cpu", *options]
+    run = shutil.copytree(trained, tmp_path / "run")  # commands write their results into the run
+    data_dir = tmp_path / "data"
+    words = [name, str(run), "--data-dir", str(data_dir), "--device", "cpu", *options]
 
     def figures():
         status = main([*words, "--json"])
@@ -166,10 +169,10 @@ def test_commands_that_evaluate_never_read_an_altered_corpus(command, trained, t
         return json.loads(said.out, object_hook=untimed)
 
     before = figures()
-    for path in tmp_path.glob("*/*.tokens"):
+    for path in data_dir.glob("*/*.tokens"):
         flip(path)
     assert figures() == before
-    for path in tmp_path.glob("*/*.tokens"):
+    for path in data_dir.glob("*/*.tokens"):
         flip(path)
     assert main(words) == 0
     assert "altered since it was prepared; preparing" in capsys.readouterr().err

@@ -536,5 +536,5 @@ def test_the_example_that_follows_a_log(server, tmp_path):
     gone = subprocess.run(
         [*command[:4], "http://127.0.0.1:9", *command[5:]], capture_output=True, text=True, timeout=60
     )
-    assert gone.returncode == 1
+    assert gone.returncode == 2
     assert "is txl serve running there?" in gone.stderr
