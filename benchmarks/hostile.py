@@ -20,6 +20,7 @@ import pydoc_data.topics
 import random
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ def child(unit: str, tell: Any) -> None:
     service = Service(Served(model, symbols, unit, threads=1, mem_len=8192, window=8192))
     listening = bound_socket("127.0.0.1", 0)
     gc.freeze()
+    sys.setswitchinterval(0.001)
     serve(build_app(service), service, listening, lambda stop: tell.send(address_of(listening)))
 
 
