@@ -112,7 +112,8 @@ def ask_health(url: str, tell: Any) -> None:
     tell.send("ready")
     while True:
         tell.recv()
-        found.clear(), idle.clear()
+        found.clear()
+        idle.clear()
         asyncio.run(run())
         tell.recv()
         tell.send(found)
