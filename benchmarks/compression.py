@@ -168,7 +168,7 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
         bandwidth = [
             sys.executable,
             "-c",
-            "from txl.benchmarking.operations import read_bandwidth; print(read_bandwidth())",
+            "from txl_lab.speed.operations import read_bandwidth; print(read_bandwidth())",
         ]
         row["bandwidth"] = float(subprocess.run(bandwidth, stdout=subprocess.PIPE, check=True).stdout)  # our peak stays
         row["bytes_per_second_at_bandwidth"] = row["eval"]["bytes_per_token"] * row["bandwidth"] / row["weights_bytes"]

@@ -31,12 +31,12 @@ from benchmarks.record import write
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.minutes import measured_speed, run_in_minutes
 from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.data.standard_library import stdlib_files
 from txl.evaluation.perplexity import evaluate
-from txl.presets import minutes
+from txl.minutes import rule
+from txl.minutes.measured import measured_speed, run_in_minutes
 from txl.runs.checkpoints import checkpoint_step
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
@@ -114,7 +114,7 @@ def dropout_points() -> list[Point]:
         ("shakespeare", 200 * KB, 1024, "4x128", {2036: (0.2,)}),
     ]
     return [
-        Point(text, size, shape, steps, vocab_size, dropout, minutes.rate_of(steps))
+        Point(text, size, shape, steps, vocab_size, dropout, rule.rate_of(steps))
         for text, size, vocab_size, shape, runs in many
         for steps, rates in runs.items()
         for dropout in rates
@@ -202,8 +202,8 @@ def scored(point: Point, texts: Path, work: Path) -> dict[str, Any]:
     return row
 
 
-def fit(curves: list[dict[str, Any]], beta: float = minutes.BETA) -> dict[str, float]:
-    """Fit A, ALPHA, B and PASSES of `txl.presets.minutes` to the runs, in nats per token, with a given BETA.
+def fit(curves: list[dict[str, Any]], beta: float = rule.BETA) -> dict[str, float]:
+    """Fit A, ALPHA, B and PASSES of `txl.minutes.rule` to the runs, in nats per token, with a given BETA.
 
     The runs without repeated text, at the recipe's rate and batch, are fitted by E + A / N**ALPHA + B / D**BETA. Each
     text has its own E, which is not used further. BETA is not fitted: these runs have two lengths, which any BETA fits
@@ -233,7 +233,7 @@ def fit(curves: list[dict[str, Any]], beta: float = minutes.BETA) -> dict[str, f
 
     def misses(passes: float) -> float:
         own = small[0]["train_tokens"]
-        worth = {each: minutes.counted_tokens(each * LANES_HERE * 128, own, passes) for each in by_steps}
+        worth = {each: rule.counted_tokens(each * LANES_HERE * 128, own, passes) for each in by_steps}
         expected = {each: found["B"] * worth[each] ** -beta for each in by_steps}
         return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
 
@@ -263,7 +263,7 @@ def costs(given: argparse.Namespace) -> list[str]:
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data", quiet=True)
             own, rows = len(corpus.tokens("train")), found["runs"]
             middle = "stdlib-bpe"
-            if minutes.with_dropout(run, rows[middle]["steps"] * run.train.tokens_per_step / own).model.dropout:
+            if rule.with_dropout(run, rows[middle]["steps"] * run.train.tokens_per_step / own).model.dropout:
                 middle += ", dropout 0.1"
             checks.append((f"{path.stem} {name}", own, [rows[key] for key in ("narrow", middle, "6x192")]))
     lines = []
@@ -273,7 +273,7 @@ def costs(given: argparse.Namespace) -> list[str]:
         for _, own, rows in checks:
             expected = []
             for row in rows:
-                worth = minutes.counted_tokens(row["steps"] * LANES_HERE * 128, own, law["PASSES"])
+                worth = rule.counted_tokens(row["steps"] * LANES_HERE * 128, own, law["PASSES"])
                 size = layer_weights(f"{row['model']['n_layer']}x{row['model']['d_model']}")
                 expected.append(law["A"] / size ** law["ALPHA"] + law["B"] / worth**beta)
             bits = [row["bits_per_byte"] for row in rows]
@@ -398,10 +398,10 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     for name, run in runs.items():
         began = time.perf_counter()
         corpora[name] = open_corpus(run.data.corpus, config=run.data, data_dir=data, quiet=True)
-        seconds[name] = minutes.AIM * 60 * given.minutes - (time.perf_counter() - began)
+        seconds[name] = rule.AIM * 60 * given.minutes - (time.perf_counter() - began)
     if "chosen" in runs:
         seconds["chosen"] = 60 * (runs["chosen"].train.planned_minutes or given.minutes)  # less preparation and tries
-    speeds: dict[str, list[minutes.StepTimes]] = {name: [] for name in runs}
+    speeds: dict[str, list[rule.StepTimes]] = {name: [] for name in runs}
     for _ in range(ROUNDS):  # alternately, so that other load on the machine affects all equally
         for name, run in runs.items():
             speeds[name].append(measured_speed(run, corpora[name], given.device, math.inf))

@@ -26,15 +26,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.attention import KeyScope
-from txl.benchmarking.minutes import run_in_minutes
-from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth, synchronize
-from txl.benchmarking.table9 import slowdown
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig, TransformerXLConfig
 from txl.data.standard_library import stdlib_files
 from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.generation.steps import StaticStep
+from txl.minutes.measured import run_in_minutes
+from txl.minutes.timing import synchronize
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
@@ -45,6 +43,9 @@ from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 from txl.training.trainer import Trainer
+from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
+from txl_lab.speed.table9 import slowdown
 
 Figures = dict[str, Any]
 VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735, "stdlib-bpe": 2048}

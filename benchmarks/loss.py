@@ -15,9 +15,10 @@ from benchmarks.record import write_if_asked
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.workloads import timed_in_pairs, training_workload
 from txl.config import with_options
+from txl.minutes.timing import training_workload
 from txl.native.cross_entropy import compiled_cross_entropy
+from txl_lab.speed.workloads import timed_in_pairs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LOGITS = ((1400, 10_000), (2048, 2048), (64, 267_735), (2048, 204))

@@ -30,12 +30,12 @@ from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[repor
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.config import RunConfig
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 
 OUT = Path("results/bench-peers.json")
 AGREE = 2e-4

@@ -30,10 +30,10 @@ from benchmarks.record import write
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.minutes import measured_speed
 from txl.config import RunConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.errors import TrainingDiverged
+from txl.minutes.measured import measured_speed
 from txl.native.build import compiled_code
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16

@@ -19,9 +19,10 @@ from benchmarks.record import write
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.operations import bytes_read_once, matmul_rate, read_bandwidth
-from txl.benchmarking.workloads import Speed, bench_evaluation, bench_training, transformer_xl_of
 from txl.config import RunConfig
+from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.operations import bytes_read_once, matmul_rate, read_bandwidth
+from txl_lab.speed.workloads import Speed, bench_evaluation, bench_training
 
 BASE = {"segment": 128, "memory": 128, "layers": 2, "batch": 2, "vocabulary": 204}
 AXES = {

@@ -21,11 +21,11 @@ from benchmarks.record import write_if_asked
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.operations import matmul_rate
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.family import FamilyModel
 from txl.models.layers import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
+from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.operations import matmul_rate
 
 SHAPES = [
     ("enwik8-12L", 204, 1, 80, 2100),

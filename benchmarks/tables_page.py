@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
-from txl.reproduction.outcome import chosen_rate, named_seeds, rates_and_losses, recorded_seeds
+from txl_lab.paper.outcome import chosen_rate, named_seeds, rates_and_losses, recorded_seeds
 
 ROOT = Path(__file__).parents[1]
 Record = dict[str, Any]

@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.models.transformer_xl import TransformerXL
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl_lab.speed import transformer_xl_of
 
 STEPS = 5
 SHAPES = (("enwik8-12L", 204, 4, 128), ("enwik8-12L", 204, 4, 512), ("stdlib-bpe", 2048, 16, 128))

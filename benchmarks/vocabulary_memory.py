@@ -18,10 +18,10 @@ import torch
 from benchmarks.process import run_alone, status
 from benchmarks.record import write
 
-from txl.benchmarking.workloads import transformer_xl_of
 from txl.models import cross_entropy
 from txl.models.transformer_xl import TransformerXL
 from txl.presets import preset
+from txl_lab.speed import transformer_xl_of
 
 VOCABULARY = 267_735
 LANES, SEGMENT = 16, 128

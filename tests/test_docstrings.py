@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-SOURCE = Path(__file__).parent.parent / "src" / "txl"
+SOURCE = Path(__file__).parent.parent / "src"
 _UNCLEAR = re.compile(r'^\s*"""(What|Whether|How|Of|Those|That|Itself)\b', re.MULTILINE)
 
 

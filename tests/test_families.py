@@ -216,17 +216,13 @@ def test_help_shows_the_family_s_fields_alone(words, lacking, capsys, monkeypatc
 
 
 _SERVES_ONE = {
-    "benchmarking/__init__.py",  # Table 9 and the peers
     "generation/engine.py",
     "interop/export_run.py",
-    "presets/minutes.py",
+    "minutes/rule.py",
 }
 _KNOWS_ONE = {
     "attention/backends.py",  # the encodings that a backend computes
-    "benchmarking/operations.py",
     "commands/recl.py",  # the context length in training
-    "reproduction/measuring.py",
-    "reproduction/converging.py",  # `attention`, a setting of one family
     "training/compilation.py",  # models and states that a CUDA graph can replay
 }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import txl
 
 SOURCE = Path(txl.__file__).parent
+LABORATORY = SOURCE.with_name("txl_lab")
 
 ORDER = (
     ("errors", "units", "allocator", "processor"),
@@ -32,21 +33,25 @@ ORDER = (
     ("evaluation",),
     ("generation",),
     ("training",),
+    ("minutes",),
     ("compression",),
     ("analysis",),
-    ("benchmarking",),
     ("reporting",),
-    ("interop", "reproduction", "serving"),
+    ("interop", "serving"),
     ("commands",),
     ("cli", "huggingface"),
     ("__main__",),
+    ("txl_lab.speed",),
+    ("txl_lab.paper",),
+    ("txl_lab.commands",),
 )
 """Lowest level first, as in `docs/architecture.md`; packages on one line do not import each other."""
 
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
 MODULES = {
-    ".".join(("txl", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
-    for path in SOURCE.rglob("*.py")
+    ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for house in (SOURCE, LABORATORY)
+    for path in house.rglob("*.py")
 }
 
 
@@ -70,8 +75,13 @@ IMPORTS = {module: _imported(module, path) for module, path in MODULES.items()}
 
 
 def _package(module: str) -> str | None:
-    """Return the package or single file directly below `txl`; None for `txl` itself, which loads names lazily."""
-    return module.split(".")[1] if "." in module else None
+    """Return the package or single file directly below `txl`; None for `txl` itself, which loads names lazily.
+
+    Packages of the laboratory are named in full, as in `ORDER`.
+    """
+    house, _, inside = module.partition(".")
+    package = inside.partition(".")[0] or None
+    return f"{house}.{package}" if house == LABORATORY.name and package else package
 
 
 def test_every_package_stands_in_the_order():
@@ -88,6 +98,17 @@ def test_no_import_runs_upwards():
             if LEVEL[theirs] >= LEVEL[ours]:
                 upward.append(f"{module} imports {other}")
     assert not upward, "\n".join(sorted(upward))
+
+
+def test_the_core_never_imports_the_laboratory():
+    upward = [
+        f"{module} imports {other}"
+        for module, imported in IMPORTS.items()
+        for other in imported
+        if module.startswith("txl.") and other.split(".")[0] == LABORATORY.name
+    ]
+    assert not upward
+    assert LABORATORY.name not in (SOURCE / "cli.py").read_text(encoding="utf-8")  # nor by name
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

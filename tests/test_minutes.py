@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from txl.benchmarking import minutes as measuring
 from txl.config import RunConfig, TransformerXLConfig, validate
-from txl.data.facts import TextFacts, text_facts
 from txl.errors import UserError
-from txl.presets import minutes as rule
-from txl.presets.minutes import (
+from txl.minutes import measured as measuring
+from txl.minutes import rule
+from txl.minutes.facts import TextFacts, text_facts
+from txl.minutes.rule import (
     MOST_PASSES,
     ChosenRun,
     StepTimes,

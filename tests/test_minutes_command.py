@@ -13,15 +13,13 @@ import pytest
 import torch
 
 from tests.training.test_trainer import stop_after
-from txl.benchmarking import minutes as measuring
-from txl.benchmarking import workloads
-from txl.benchmarking.workloads import training_workload
 from txl.cli import main
 from txl.config import RunConfig, with_options
-from txl.data.facts import TextFacts
 from txl.errors import UserError
-from txl.presets import minutes as rule
-from txl.presets.minutes import (
+from txl.minutes import measured as measuring
+from txl.minutes import rule, timing
+from txl.minutes.facts import TextFacts
+from txl.minutes.rule import (
     AIM,
     FEWEST_STEPS,
     StepTimes,
@@ -29,6 +27,7 @@ from txl.presets.minutes import (
     base_run,
     choose,
 )
+from txl.minutes.timing import training_workload
 from txl.presets.small import stdlib_bpe
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
@@ -235,7 +234,7 @@ def test_what_is_timed_is_what_is_trained(dtype: str):
 
 
 def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workloads, "compile_layers", lambda *_: "no compiler")
+    monkeypatch.setattr(timing, "compile_layers", lambda *_: "no compiler")
     run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "1"})
     training_workload(run, 64, "cpu", must_compile=False)
     with pytest.raises(UserError, match="no working compiler here"):
@@ -341,14 +340,14 @@ def test_shapes_that_the_machine_or_the_text_has_no_room_for_are_not_timed(text:
 @pytest.mark.parametrize("tf32", [True, False])
 def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, monkeypatch: pytest.MonkeyPatch):
     precisions = []
-    monkeypatch.setattr(workloads, "check_trainable", lambda *_: None)
-    real = workloads.training_step
+    monkeypatch.setattr(timing, "check_trainable", lambda *_: None)
+    real = timing.training_step
 
     def watched(*given):
         precisions.append(torch.get_float32_matmul_precision())
         return real(*given)
 
-    monkeypatch.setattr(workloads, "training_step", watched)
+    monkeypatch.setattr(timing, "training_step", watched)
     run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
     training_workload(run, 64, "cpu")[1]()
     assert precisions == ["high" if tf32 else "highest"]

@@ -22,15 +22,15 @@ from pathlib import Path
 
 # Once as they are: libraries of others may import what their system has.
 def names():
-    import txl
-    found = [each.name for each in pkgutil.walk_packages(txl.__path__, "txl.")]
+    import txl, txl_lab
+    found = [each.name for house in (txl, txl_lab) for each in pkgutil.walk_packages(house.__path__, f"{house.__name__}.")]
     assert len(found) > 150
     return [name for name in found if name not in ("txl.huggingface", "txl.attention.triton_kernels")]
 
 for name in names():
     importlib.import_module(name)
 import torch._dynamo  # an optimiser asks for it
-for name in [each for each in sys.modules if each.split(".")[0] == "txl"]:
+for name in [each for each in sys.modules if each.split(".")[0] in ("txl", "txl_lab")]:
     del sys.modules[name]
 
 sys.platform = "win32"

@@ -13,7 +13,6 @@ import torch
 
 import txl
 from tests.conftest import options_of, small_run
-from txl.benchmarking import minutes
 from txl.cli import build_parser, main
 from txl.commands.demo import (
     MARK,
@@ -26,7 +25,8 @@ from txl.commands.demo import (
 )
 from txl.config import validate, with_options
 from txl.files import JsonObject
-from txl.presets.minutes import StepTimes
+from txl.minutes import measured
+from txl.minutes.rule import StepTimes
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
 from txl.runs.events import CompressionEvent, DemoEvent, EndEvent, SweepEvent, select
@@ -62,7 +62,7 @@ def test_every_command_is_one_that_the_program_knows():
 def test_the_commands_run_in_the_order_of_the_readme(story, tmp_path, data_dir, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TXL_DATA", str(data_dir))
-    monkeypatch.setattr(minutes, "measured_speed", lambda *_: StepTimes(4.0, 1e-6))  # so that few steps fit
+    monkeypatch.setattr(measured, "measured_speed", lambda *_: StepTimes(4.0, 1e-6))  # so that few steps fit
     (tmp_path / "my.txt").write_bytes(story.read_bytes() * (1 + 60_000 // len(story.read_bytes())))
     (tmp_path / "other.txt").write_bytes(story.read_bytes()[:3000])
     (tmp_path / "model.pt").write_bytes((GOLDEN / "plain.pt").read_bytes())
@@ -222,8 +222,8 @@ def test_the_demo_takes_as_many_steps_as_fit_into_five_minutes(step_seconds, lea
 
 def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeypatch, capsys):
     seconds = []
-    monkeypatch.setattr("txl.benchmarking.workloads.timed", lambda step, steps, device: seconds.pop())
-    monkeypatch.setattr("txl.benchmarking.workloads.training_workload", lambda *given, **options: (None, None))
+    monkeypatch.setattr("txl.minutes.timing.timed", lambda step, steps, device: seconds.pop())
+    monkeypatch.setattr("txl.minutes.timing.training_workload", lambda *given, **options: (None, None))
     config = txl.preset("stdlib-bpe")
     seconds[:] = [0.15]
     options = steps_of_this_machine(tmp_path / "demo", config, {})
@@ -295,7 +295,8 @@ def test_pages_that_explain_the_code_point_to_what_is_there(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     source = ROOT / "src" / "txl"
     for path in re.findall(r"`([\w/]+/\w+\.(?:py|cpp))`", text):
-        assert (ROOT / path if path.startswith(("examples", "tests")) else source / path).is_file(), path
+        home = {"examples": ROOT, "tests": ROOT, "txl_lab": ROOT / "src"}.get(path.split("/")[0], source)
+        assert (home / path).is_file(), path
     for name, path in re.findall(r"`([A-Za-z_][\w.]*)`(?:, `[\w.]+`)* in `([\w/]+\.py)`", text):
         assert name in _defined(source / path), f"{name} in {path}"
     everywhere = set().union(*(_defined(path) for path in source.rglob("*.py")))

@@ -13,9 +13,10 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 import txl
@@ -30,10 +31,10 @@ COMMANDS = {
     "analyse": ("attention", "samples"),
     "use": ("generate", "serve", "compress"),
     "import and export": ("import_", "export"),
-    "compare": ("reproduce", "bench"),
-    "shell": ("completion",),
 }
 """Modules of `txl.commands` by task, in the order of the help."""
+ENTRY_POINTS = "txl.commands"
+"""Group of entry points by which other packages add commands: the name is a task, the object the names of modules."""
 
 
 _PLAIN = {
@@ -230,6 +231,19 @@ def _shown(action: argparse.Action) -> str:
     return {"?": f"[{value}]", "+": f"{value} ...", argparse.PARSER: f"{value} ..."}.get(str(action.nargs), value)
 
 
+def _modules_by_task() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each task with the full names of its commands' modules, in the order of the help.
+
+    The laboratory's are found by its entry point, because it stands above this package. Where txl runs from its sources
+    without being installed, there is no entry point, and its commands are unknown.
+    """
+    for task, names in COMMANDS.items():
+        yield task, [f"txl.commands.{name}" for name in names]
+    for point in entry_points(group=ENTRY_POINTS):
+        yield point.name, point.load()
+    yield "shell", ["txl.commands.completion"]
+
+
 def build_parser() -> Parser:
     """Return the parser of the whole command line."""
     parser = Parser(
@@ -240,10 +254,10 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"txl {txl.__version__}", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, help=argparse.SUPPRESS)
-    for task, modules in COMMANDS.items():
+    for task, modules in _modules_by_task():
         known = len(commands._choices_actions)
         for module in modules:
-            import_module(f"txl.commands.{module}").add_parser(commands)
+            import_module(module).add_parser(commands)
         parser.groups[task] = commands._choices_actions[known:]
     parser.set_defaults(parse=parser.parse_args)  # for commands that run other commands
     return parser

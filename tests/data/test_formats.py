@@ -21,9 +21,9 @@ from tests.data.test_corpora import refusal, text_of
 
 import txl
 from txl.cli import main
-from txl.data.facts import text_facts
 from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
+from txl.minutes.facts import text_facts
 
 TEXT = "The river ran by the mill; it turned the wheel — day and night.\n" * 2000
 

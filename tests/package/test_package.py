@@ -96,9 +96,11 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     found = members(wheel)
     source = ROOT / "src"
     endings = {".py", ".pyi", ".cpp", ".h", ".html", ".js", ".css", ".svg"}
-    ours = {path.relative_to(source).as_posix() for path in (source / "txl").rglob("*") if path.suffix in endings}
+    houses = ("txl", "txl_lab")
+    paths = [path for house in houses for path in (source / house).rglob("*")]
+    ours = {path.relative_to(source).as_posix() for path in paths if path.suffix in endings}
     assert len(ours) > 150
-    inside = {name for name in found if name.startswith("txl/")}
+    inside = {name for name in found if name.split("/")[0] in houses}
     libraries = {f"txl/native/{library_name(kind, cpp_sources())}" for kind in PROCESSORS} if HAS_LIBRARIES else set()
     assert inside == ours | libraries
     assert {name.split("/")[0] for name in found - inside} == {f"transformer_xl-{txl.__version__}.dist-info"}
@@ -146,7 +148,14 @@ def test_what_the_wheel_depends_on_is_complete(installed):
 def test_every_command_explains_itself(installed):
     assert installed.run("txl", "--version").stdout == f"txl {txl.__version__}\n"
     home = installed.environment.pop("HOME")
-    for words in (["--help"], ["train", "--help"], ["presets"], ["data", "list"], ["completion", "bash"]):
+    for words in (
+        ["--help"],
+        ["train", "--help"],
+        ["presets"],
+        ["bench", "--help"],
+        ["data", "list"],
+        ["completion", "bash"],
+    ):
         assert installed.run("txl", *words).stdout
     installed.environment["HOME"] = home
 

@@ -126,8 +126,8 @@ def steps_of_this_machine(out: Path, config: RunConfig, given: dict[str, str]) -
         given: options of the user by dotted name.
     """
     from txl.allocator import keep_freed_memory
-    from txl.benchmarking.workloads import timed, training_workload
     from txl.data.corpora import known_vocabulary_size
+    from txl.minutes.timing import timed, training_workload
     from txl.runs.directory import RunDirectory
 
     if RunDirectory(out).config_path.exists():
@@ -160,7 +160,7 @@ def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str,
 
     Else, or if the user's options give `model.init` or a model in which such heads cannot work, return no option.
     """
-    from txl.presets.minutes import can_copy, with_copying
+    from txl.minutes.rule import can_copy, with_copying
     from txl.runs.directory import RunDirectory
 
     if "model.init" in given or not can_copy(config.model):
@@ -175,7 +175,7 @@ def rate_for_steps(out: Path, config: RunConfig, given: dict[str, str]) -> dict[
 
     Return no option if the user's options give a rate.
     """
-    from txl.presets.minutes import rate_of
+    from txl.minutes.rule import rate_of
     from txl.runs.directory import RunDirectory
 
     if "train.learning_rate" in given:

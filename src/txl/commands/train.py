@@ -12,7 +12,16 @@ from txl.commands.arguments import check_corpus, existing_run, pick_device
 from txl.commands.config_options import add_config_options, base_config, config_options
 from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
-from txl.config import RunConfig, TransformerXLConfig, chosen_family, leaf_fields, shown, validate, with_options
+from txl.config import (
+    RunConfig,
+    TransformerXLConfig,
+    chosen_family,
+    leaf_fields,
+    planned_name,
+    shown,
+    validate,
+    with_options,
+)
 from txl.errors import UserError
 
 if TYPE_CHECKING:
@@ -139,7 +148,6 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         arguments: parsed arguments of the command.
         began: start of the command, in seconds of `time.perf_counter`.
     """
-    from txl.presets.minutes import is_run_name, run_name
     from txl.runs.directory import RunDirectory
     from txl.training.starting import has_checkpoint, refuse_imported
 
@@ -155,8 +163,8 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         stored = out.config()
         if minutes is None and not arguments.fork:
             refuse_imported(out)
-        is_same = minutes is None or stored.name == run_name(minutes)
-        begun = has_checkpoint(out) or not is_run_name(stored.name)
+        is_same = minutes is None or stored.name == planned_name(minutes)
+        begun = has_checkpoint(out) or not stored.is_planned
         if begun and not is_same:
             raise UserError(
                 f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
@@ -226,7 +234,7 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
         check_directory(Path(arguments.out))
     quiet = arguments.quiet or arguments.json
     from txl.allocator import keep_freed_memory
-    from txl.benchmarking.minutes import run_in_minutes
+    from txl.minutes.measured import run_in_minutes
 
     keep_freed_memory()
     device = pick_device(arguments.device)

@@ -26,7 +26,7 @@ from txl.config.fields import (
 )
 from txl.config.model import Encoding, ModelConfig, TransformerConfig
 from txl.config.recurrent import RecurrentConfig, RecurrentKind
-from txl.config.run import RunConfig, validate
+from txl.config.run import RunConfig, planned_name, validate
 from txl.config.sections import (
     RANDOM_LENGTHS,
     AdaptationRule,
@@ -86,6 +86,7 @@ __all__ = [
     "options",
     "parsed_options",
     "placeholder",
+    "planned_name",
     "same_length",
     "shown",
     "validate",

@@ -12,6 +12,8 @@ from txl.config.transformer_xl import TransformerXLConfig
 from txl.config.values import OnlyFields, from_plain, require
 from txl.files import JsonObject
 
+_PLANNED = "-minutes"
+
 
 @dataclass
 class RunConfig(OnlyFields):
@@ -22,6 +24,11 @@ class RunConfig(OnlyFields):
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if `txl train --minutes` chose the run, as its name tells."""
+        return self.name.endswith(_PLANNED)
 
     @property
     def validation_lanes(self) -> int:
@@ -40,6 +47,11 @@ class RunConfig(OnlyFields):
             UserError: for an unknown field, or a value of the wrong type.
         """
         return from_plain(cls, values, prefix="", readers={ModelConfig: model_from_dict})
+
+
+def planned_name(minutes: float) -> str:
+    """Return the name of the run that is chosen for a number of minutes."""
+    return f"{minutes:g}{_PLANNED}"
 
 
 def validate(run: RunConfig) -> None:

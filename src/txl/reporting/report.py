@@ -11,7 +11,6 @@ from txl.config import RunConfig, differences, leaf_fields
 from txl.errors import UserError
 from txl.files import JsonObject, write_whole
 from txl.presets import preset, presets
-from txl.presets.minutes import is_run_name
 from txl.reporting.attention_page import FOLDER, RECORD, attention_section, read_record
 from txl.reporting.comparison import LZMA_AFTER, measure_compression
 from txl.reporting.findings import Findings, findings
@@ -98,7 +97,7 @@ def write_report(
 
 
 def _title(config: RunConfig, found: Findings) -> str:
-    name = config.name.replace("-", " ") if is_run_name(config.name) else config.name
+    name = config.name.replace("-", " ") if config.is_planned else config.name
     return f"{name} on {short_name(found.start['corpus']['name'])}"
 
 

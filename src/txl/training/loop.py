@@ -16,7 +16,6 @@ from txl.config import TrainConfig
 from txl.data.streams import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
-from txl.presets.minutes import is_run_name
 from txl.runs.events import EventName
 from txl.training.averaging import WeightAverage
 from txl.training.compilation import CapturedStep
@@ -196,7 +195,7 @@ class TrainingLoop:
     def _can_end_in_time(self) -> bool:
         """True if `--minutes` chose the run, and nothing but the learning rate depends on its number of steps."""
         train = self.setup.run.train
-        is_planned = is_run_name(self.setup.run.name) and train.planned_minutes is not None
+        is_planned = self.setup.run.is_planned and train.planned_minutes is not None
         return is_planned and train.checkpoint_every > 0 and not train.averages and train.patience is None
 
     def _end_in_time(self) -> None:

@@ -1,0 +1,358 @@
+"""Configurations for a text and a number of minutes: the rule of `txl train --minutes`.
+
+The rule computes an expected loss from shape, batch and steps, and chooses the lowest loss that the minutes allow.
+Its constants come from complete runs (`results/dial.json`); `python -m benchmarks.dial fit` computes the fitted ones.
+
+Letters: N parameters in layers; D training tokens, where repeated passes count less; U own tokens of the text: its
+tokens, but fewer if the text repeats itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from txl.config import DataConfig, ModelConfig, RunConfig, TransformerXLConfig, planned_name, validate, with_options
+from txl.errors import UserError
+from txl.minutes.facts import TextFacts
+from txl.presets.small import stdlib_bpe
+from txl.units import duration, duration_text
+
+SHAPES = ((3, 96), (4, 128), (6, 192), (6, 256), (8, 384), (12, 512), (16, 768), (24, 1024))
+"""Number of layers and width of the model; heads have width 32, the feed-forward layer is three times as wide."""
+BATCHES = (16, 32, 64, 128, 256)
+SMALLEST = 50_000
+"""Least size of the training text in bytes; the rule was measured on texts of 180,000 bytes and more."""
+FEWEST_STEPS = 20
+
+A, ALPHA, B, PASSES = 17.0, 0.26, 92.0, 6.0
+"""Fitted. The expected loss is A / N**ALPHA + B / D**BETA, in nats per token above the part that no model can predict.
+After PASSES passes over the text, one more pass counts 1/e of the first."""
+BETA = 0.3
+"""The fitted runs have only two lengths, which any exponent fits equally well. In eight comparisons of three shapes at
+equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best. With 0.4 or more, the choice for ten
+minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`); seeds differ by 2%."""
+LANES = 64.0
+"""In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed. After ten minutes, 4
+layers of width 128 with 32 lanes need 0.995 (text8), 0.985 (Moby-Dick) and 1.009 times (One Billion Word) the bits of
+16 lanes (`results/dial-check-10-*.json`)."""
+MOST_WEIGHTS = 2.0
+"""Largest N that counts, in parameters per own token of the text. On 1.1 MB of text, 6 layers of width 192 (7
+parameters a token) need more bits than 4 layers of width 128 (2) in the same time, each with its better dropout rate
+(`results/dial-dropout.json`, `dial-check-10-moby-dick.json`)."""
+MOST_PASSES = 60
+"""Most passes over the text's own tokens; training ends then even if time is left. With dropout 0.2 the validation loss
+of the small text was still falling after 41 passes; longer runs were not measured."""
+DROPOUT = ((8, 0.0), (20, 0.1), (math.inf, 0.2))
+"""Most passes for which a dropout rate is the best, and the rate. Bits per byte with rates of 0, 0.1 and 0.2 after 7
+passes (text8): 1.59, 1.65; after 10 passes over 1.1 MB: 2.03, 1.92, 1.97; after 26 passes: 0.1 1.93, 0.2 1.91
+(`results/dial-check-10-vocabulary-text8-head.json`, `dial-dropout.json`)."""
+RATE, RATE_STEPS, RATE_FALLS = 4e-3, (300, 1200, 3600), 1 / 3
+"""Learning rate for 1,200 steps, and the power of the number of steps by which the rate falls from 300 to 3,600 steps.
+A rate of 8e-3 gave a loss 2.4% lower after 400 steps, and 2.8% higher after 1,200, than a rate of 4e-3. In runs of
+2,400 steps, rates from 2.8e-3 to 5.6e-3 give losses within 0.5%; the rule gives 3.2e-3 (decisions, 2026-11-27)."""
+ORDINARY = 3.0
+"""Compression factor of ordinary text; a text with a larger factor repeats itself and counts as a shorter text."""
+SURELY_PREPARED = 1e5
+"""Bytes per second at which any text is prepared in BPE tokens; only if this would take too long, a sample is timed.
+The slowest text measured, Chinese without spaces and marks, reached 200,000 on one busy core, English 430,000."""
+VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
+"""Size of the training text in bytes, and the size of the BPE vocabulary for smaller texts. With 4,096 instead of
+2,048, texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits per byte after 2 minutes of one thread, and 0.7% and 1.0%
+fewer after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). The size for smaller
+texts is undecided."""
+MOST_COPYING = 2000
+"""Most steps of a run that begins with heads that copy (`model.init induction`). With 3 layers of width 96 and 1,500 to
+1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128,
+on the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
+-0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed). On prose they change little: an earlier form of them from
+-0.6 to +0.3% (decisions, 2026-11-26 and 27)."""
+_EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
+"""Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
+AIM = 0.97
+"""Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps."""
+
+_Setting = TypeVar("_Setting")
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """Size of a text in tokens, with its facts and the size of its vocabulary."""
+
+    facts: TextFacts
+    train_tokens: int
+    valid_tokens: int
+    vocab_size: int
+
+    @property
+    def own_tokens(self) -> float:
+        """Number U of training tokens, reduced if the text repeats itself."""
+        return self.train_tokens * min(1.0, ORDINARY * self.facts.compressed_bytes / self.facts.bytes)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a configuration on a machine, in seconds."""
+
+    step: float
+    """Time of a training step; infinite if the machine's memory is too small."""
+    evaluated_token: float
+    """Time of an evaluation, divided by its tokens; infinite if the run has no evaluations."""
+
+
+@dataclass(frozen=True)
+class ChosenRun:
+    """A configuration with its expected loss and time."""
+
+    run: RunConfig
+    expected: float
+    """Expected loss, in nats per token above the part that no model can predict."""
+    passes: float
+    """Passes over the text."""
+    own_passes: float
+    """Passes over the text's own tokens."""
+    seconds: float
+    """Planned time of training and evaluations in seconds."""
+    speed: StepTimes
+    ends_early: bool
+    """True if the run ends before the time is over, because more passes would not help."""
+    tried: int = 1
+    """Number of configurations that were timed."""
+
+
+def base_run(minutes: float, bfloat16: bool) -> RunConfig:
+    """Return the configuration that all choices are based on: the recipe of stdlib-bpe, named after the minutes.
+
+    Args:
+        minutes: number of minutes that the user gave.
+        bfloat16: True if the machine multiplies bfloat16 faster than float32.
+    """
+    run = stdlib_bpe()
+    run.name = planned_name(minutes)
+    run.train.dtype = "bfloat16" if bfloat16 else "float32"
+    return run
+
+
+def data_for(text: TextFacts, seconds: float, bpe_seconds: Callable[[int], float]) -> DataConfig:
+    """Return the unit for a text, and the size of a BPE vocabulary, for the case that the user asks for one.
+
+    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes more than a quarter of the time to prepare.
+
+    Args:
+        text: facts about the text.
+        seconds: all of the time.
+        bpe_seconds: function that estimates the time of preparing a BPE vocabulary of a size and its tokens.
+    """
+    vocab_size, most = next(size for least, size in VOCABULARIES if text.bytes < least), seconds / 4
+    reads_bytes = not text.is_text or (text.bytes / SURELY_PREPARED > most and bpe_seconds(vocab_size) > most)
+    return DataConfig(unit="byte" if reads_bytes else "bpe", vocab_size=vocab_size)
+
+
+def choose(
+    base: RunConfig,
+    text: TokenizedText,
+    seconds: float,
+    measure: Callable[[RunConfig], StepTimes],
+    given: dict[str, str],
+) -> ChosenRun:
+    """Return the configuration with the lowest expected loss.
+
+    The search starts with the smallest shape and batch. It tries the next larger shape and the next larger batch, goes
+    on from the better of the two, and ends when neither lowers the expected loss.
+
+    Args:
+        base: configuration with the name, the unit and the arithmetic.
+        text: training text.
+        seconds: time for training and evaluations.
+        measure: function that measures the speed of a configuration on this machine.
+        given: options of the user by dotted name; the choice keeps their values.
+
+    Raises:
+        UserError: if time or memory are too small for the smallest model, or the options break a rule.
+    """
+    # The user's options may fix a part of the shape, or the batch: then several of these are the same.
+    shapes = _different(SHAPES, lambda shape: configured(base, *shape, BATCHES[0], given))
+    batches = _different(BATCHES, lambda batch: configured(base, *SHAPES[0], batch, given))
+    count = 0
+
+    def tried(shape: int, batch: int) -> ChosenRun:
+        nonlocal count
+        count += 1
+        run = configured(base, *shapes[shape], batches[batch], given)
+        choice = planned(run, text, seconds, measure(run), given)
+        regularised = with_options(with_dropout(run, choice.own_passes), given)
+        if regularised != run:  # dropout takes time; the rate is kept although fewer steps are left
+            choice = planned(regularised, text, seconds, measure(regularised), given)
+        return choice
+
+    at = (0, 0)
+    best = tried(*at)
+    if not math.isfinite(best.expected):
+        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
+    check_steps(best, seconds)  # of the smallest model; larger ones would be timed in vain
+    while True:
+        larger = [(at[0] + 1, at[1]), (at[0], at[1] + 1)]
+        larger = [each for each in larger if each[0] < len(shapes) and each[1] < len(batches)]
+        choices = {each: tried(*each) for each in larger}
+        better = [
+            each
+            for each in larger
+            if choices[each].expected < best.expected and choices[each].run.train.steps >= FEWEST_STEPS
+        ]
+        if not better:
+            break
+        at = min(better, key=lambda each: choices[each].expected)
+        best = choices[at]
+    validate(best.run)
+    return replace(best, tried=count)
+
+
+def _different(settings: Sequence[_Setting], configured_with: Callable[[_Setting], RunConfig]) -> list[_Setting]:
+    """Return the settings without those that give the same configuration as the one before."""
+    runs = [configured_with(each) for each in settings]
+    return [each for i, each in enumerate(settings) if i == 0 or runs[i] != runs[i - 1]]
+
+
+def check_steps(choice: ChosenRun, seconds: float) -> None:
+    """Refuse a choice with too few steps; `seconds` is the time left for training and evaluations."""
+    if choice.run.train.steps < FEWEST_STEPS:
+        raise UserError(
+            f"--minutes: {duration(max(0.0, seconds))} remain for training, and a step of the chosen model takes "
+            f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more; "
+            f"give more minutes, or close other programs"
+        )
+
+
+def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:
+    """Return a copy of `base` with a shape, a number of lanes and the user's options."""
+    layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
+    run = RunConfig.from_dict(base.to_dict())
+    run.model = replace(
+        run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
+    )
+    run.train.batch_size = lanes
+    return with_options(run, given)
+
+
+def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
+    """Return the run with the user's options; a short one begins with heads that copy, if the options allow it.
+
+    Families other than Transformer-XL have no such heads.
+    """
+    if not isinstance(run.model, TransformerXLConfig):
+        return with_options(run, given)
+    usual = with_options(replace(run, model=replace(run.model, init="normal")), given)
+    if usual.train.steps > MOST_COPYING or "model.init" in given or not can_copy(usual.model):
+        return usual
+    return with_options(usual, {"model.init": "induction"})
+
+
+def can_copy(model: ModelConfig) -> bool:
+    """Return whether a model may begin with heads that copy (`model.init induction`)."""
+    return isinstance(model, TransformerXLConfig) and model.induction_obstacle() is None
+
+
+def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
+    """Return a copy with the dropout rate that is best for a number of passes over the text's own tokens."""
+    rate = next(rate for most, rate in DROPOUT if own_passes <= most)
+    return replace(run, model=replace(run.model, dropout=rate))
+
+
+def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, given: dict[str, str]) -> ChosenRun:
+    """Return a configuration with the steps and evaluations that fit into `seconds`, and its expected loss.
+
+    Evaluations that the user has set (`train.eval_every`, `train.eval_tokens`) take their part of the time.
+    """
+    if not math.isfinite(speed.step):
+        return ChosenRun(run, math.inf, 0.0, 0.0, math.inf, speed, False)
+    run = RunConfig.from_dict(run.to_dict())
+    train, per_step = run.train, run.train.tokens_per_step
+    evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
+    evaluated = min(text.valid_tokens, max(100 * run.validation_lanes, int(evaluated)))
+    own = with_options(run, given).train
+    if "train.eval_tokens" in given:
+        evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
+    one = evaluated * speed.evaluated_token
+    if "train.eval_every" in given:  # the last step is always evaluated, unless no step is
+        last, each = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
+        in_time = int((seconds - last) / (speed.step + each))
+    else:
+        in_time = int((seconds - _EVALUATIONS * one) / speed.step)
+    useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))
+    train.steps = max(1, min(in_time, useful))
+    passes = train.steps * per_step / text.train_tokens
+    train.learning_rate = rate_of(train.steps)
+    train.warmup_steps = max(1, round(0.05 * train.steps))
+    train.eval_every = max(1, math.ceil(train.steps / _EVALUATIONS))
+    train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
+    train.checkpoint_every = train.eval_every
+    train.log_every = max(1, round(train.steps / 40))
+    run = with_options(run, given)
+    train = run.train
+    taken = train.steps * speed.step + (one * math.ceil(train.steps / train.eval_every) if train.eval_every else 0.0)
+    train.planned_minutes = taken / 60
+    own_passes = train.steps * per_step / text.own_tokens
+    loss = expected_loss(run, text, train.steps)
+    return ChosenRun(with_copying(run, given), loss, passes, own_passes, taken, speed, useful < in_time)
+
+
+def rate_of(steps: int) -> float:
+    """Return the learning rate for a number of steps."""
+    fewest, usual, most = RATE_STEPS
+    return float(f"{RATE * (usual / min(max(steps, fewest), most)) ** RATE_FALLS:.2g}")
+
+
+def expected_loss(run: RunConfig, text: TokenizedText, steps: int) -> float:
+    """Return the expected loss, in nats per token above the part that no model can predict."""
+    own = text.own_tokens
+    size = min(run.model.parameter_count(0), MOST_WEIGHTS * own)
+    tokens = steps * run.train.tokens_per_step
+    worth = counted_tokens(tokens, own, PASSES)
+    worth *= (LANES + BATCHES[0]) / (LANES + run.train.batch_size)
+    return A / size**ALPHA + B / worth**BETA
+
+
+def counted_tokens(tokens: float, own: float, passes: float) -> float:
+    """Return how many tokens of training count, if a pass after `passes` passes over `own` tokens counts 1/e."""
+    return passes * own * -math.expm1(-tokens / (passes * own))
+
+
+def reasons(
+    choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float, given: Container[str] = ()
+) -> tuple[str, str, str]:
+    """Return three lines that describe a choice and its reasons: text, model and training.
+
+    Args:
+        choice: chosen configuration.
+        text: training text.
+        minutes: number of minutes that the user gave.
+        prepared: time that preparing the text took, in seconds.
+        given: names of the user's options.
+    """
+    facts, run = text.facts, choice.run
+    script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text (see txl data info)"
+    size = f"{text.vocab_size:,}"
+    units = {"byte": "bytes", "char": "characters", "bpe": f"a BPE vocabulary of {size}", "word": f"{size} words"}
+    unit, per_token = units[run.data.unit], f", {facts.bytes / text.train_tokens:.2f} bytes per token"
+    per_token = per_token if run.data.unit in ("bpe", "word") else ""
+    why = ""
+    if run.data.unit == "byte" and facts.is_text and "data.unit" not in given:
+        why = " (BPE would take too long to prepare)"
+    model, train = run.model, run.train
+    rate = f", dropout {model.dropout:g}" if model.dropout else ""
+    rate += ", heads that copy" if model.first_weights == "induction" else ""
+    compared = "shape and batch were given"
+    if choice.tried > 1:
+        compared = f"lowest expected loss of {choice.tried} configurations timed"
+    end = "; more passes would not help, so it ends early" if choice.ends_early else ""
+    return (
+        f"text: {facts.bytes:,} bytes to train on, {script}, compresses {facts.bytes / facts.compressed_bytes:.1f} "
+        f"times: {unit}{per_token}{why}, prepared in {duration_text(prepared)}",
+        f"model: {model.n_layer} layers of width {model.d_model}, {train.batch_size} x "
+        f"{train.tokens_per_step // train.batch_size} tokens a step in {train.dtype}: {choice.speed.step:.3g} s a step "
+        f"here; {compared}",
+        f"training: {train.steps:,} steps, {choice.passes:.3g} passes over the text{rate}, in "
+        f"{duration_text(choice.seconds)} with evaluations, of the {minutes:g} minutes{end}",
+    )

@@ -1,0 +1,84 @@
+"""Time of training steps of real shapes, on random tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from txl.config import RunConfig
+from txl.devices import float32_products
+from txl.errors import UserError
+from txl.models.family import FamilyModel
+from txl.training.building import check_trainable, model_to_train
+from txl.training.compilation import WARM, CapturedStep, compile_layers
+from txl.training.optimisers import build_optimizer
+from txl.training.parallel import TrainedModel
+from txl.training.step import StepInputs, training_step
+
+
+def timed(step: Callable[[], None], steps: int, device: str) -> float:
+    """Return the median time of a step in seconds; the first two steps do not count."""
+    return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
+
+
+def seconds_of(step: Callable[[], None], device: str) -> float:
+    """Return the time of one step in seconds, including its work on the device."""
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: str) -> None:
+    """Wait until a GPU has finished all work that was launched; on a CPU do nothing."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def training_workload(
+    run: RunConfig, vocab_size: int, device: str, *, must_compile: bool = True
+) -> tuple[FamilyModel, Callable[[], None]]:
+    """Return a new model, and a function that makes a training step (forward, backward, clipping, optimiser).
+
+    Tokens are random, and memory is full from the start. On a GPU the first steps are made here: in them kernels are
+    compiled, libraries initialise themselves, and with `train.capture` the step is recorded.
+
+    Args:
+        run: configuration with the model and the training settings.
+        vocab_size: number of tokens V that the model knows.
+        device: device that trains.
+        must_compile: True to refuse `train.compile` without a working compiler; False: the layers then run eagerly, as
+            in training.
+
+    Raises:
+        UserError: if the device or the model cannot be trained in this way.
+    """
+    train = run.train
+    check_trainable(run, device)
+    torch.manual_seed(0)
+    model = model_to_train(run.model, vocab_size, device, train.dtype)
+    if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
+        raise UserError(
+            f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
+        )
+    optimizer = build_optimizer(model, train)
+    shape = train.batch_size, train.segment * train.backprop_segments
+    take_step = CapturedStep() if train.capture else training_step
+    trained = TrainedModel(model)
+    states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
+    states = [state.filled_with_noise() for state in states]
+
+    def step() -> None:
+        nonlocal states
+        tokens = torch.randint(vocab_size, shape, device=device)
+        with float32_products(train.tf32):
+            inputs = StepInputs(tokens, tokens, states, lengths=train.step_lengths)
+            states = take_step(trained, optimizer, inputs, train).states
+
+    for _ in range(0 if device == "cpu" else WARM + 1):  # the last one records the step, and replays it
+        step()
+    return model, step

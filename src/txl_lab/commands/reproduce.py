@@ -1,0 +1,160 @@
+"""`txl reproduce table6 ...`: repeat the comparison of a table or figure, and write a page about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from txl.commands.arguments import pick_device
+from txl.commands.config_options import add_config_options, config_options
+from txl.commands.options import add_data_dir, add_device, add_json, add_out
+from txl.commands.output import print_json, say
+from txl.config import DataConfig, RunConfig, validate, with_options
+from txl.errors import CommandFailed, UserError
+
+if TYPE_CHECKING:
+    from txl.commands.options import Subparsers
+    from txl_lab.paper.scales import Scale
+    from txl_lab.paper.schema import Definition
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "reproduce",
+        help="run a table or figure of the paper again, at a scale that you choose",
+        example="txl reproduce table6 --scale tiny --dry-run",
+        description="Train and measure every row of a table or figure of the paper again, and write one page with the "
+        "results and the paper's numbers. The same command resumes one that was stopped.",
+    )
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="table1 ... table10, figure3 ... figure7, samples, memory-depth or gradients-into-memory",
+    )
+    add_out(parser, "DIR", "folder of the runs and the page (default: runs/reproduce/...)")
+    parser.add_argument("--scale", default="tiny", metavar="NAME", help="tiny, small or paper (default: tiny)")
+    parser.add_argument(
+        "--corpus", metavar="NAME", help="a corpus by name, or a file, folder or glob (default: the scale's)"
+    )
+    parser.add_argument("--seeds", type=int, metavar="N", help="runs of each model (default: the scale's)")
+    parser.add_argument("--steps", type=int, metavar="N", help="training steps of every model (default: the scale's)")
+    parser.add_argument(
+        "--eval-tokens", type=int, metavar="N", help="tokens of each split to measure (default: the scale's)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="number format of training (default: the scale's)"
+    )
+    parser.add_argument(
+        "--until-converged",
+        action="store_true",
+        help="train each model until its validation loss no longer improves, at the best of a few learning rates; "
+        "--steps is then the largest number of steps (default: four times the scale's)",
+    )
+    parser.add_argument(
+        "--reuse",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="folder of another table: its finished models and learning rates are reused where the configuration is "
+        "the same; or a record (NAME.json) of this table from another folder or machine: its results are reused, and "
+        "only further rows and seeds are trained (may be given several times)",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
+    parser.add_argument(
+        "--so-far", action="store_true", help="train nothing; write the page of the models that are finished"
+    )
+    parser.add_argument("--quiet", action="store_true", help="show no progress")
+    add_config_options(parser, ("data",))
+    add_data_dir(parser)
+    add_device(parser)
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train and measure the rows that are not done yet, and write the page."""
+    from txl_lab.paper.catalogue import find_definition
+    from txl_lab.paper.converging import UntilConverged
+    from txl_lab.paper.scales import find_scale
+
+    definition = find_definition(arguments.what)
+    scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
+    scale = scale.with_dtype(arguments.dtype)
+    if arguments.until_converged:
+        scale = scale.with_until_converged(UntilConverged())
+    seeds = arguments.seeds
+    if seeds is None:
+        seeds = 1 if definition.kind == "product" else scale.seeds
+    if seeds < 1:
+        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+    data = _data(arguments, definition, scale)
+    quiet = arguments.quiet or arguments.json
+    if arguments.so_far and (arguments.dry_run or arguments.reuse):
+        raise UserError(
+            f"--so-far and --{'dry-run' if arguments.dry_run else 'reuse'} were both given; leave one of them out"
+        )
+    if arguments.dry_run and arguments.reuse:
+        raise UserError("--dry-run: the plan does not look into --reuse; leave one of them out")
+    if arguments.dry_run:
+        from txl_lab.paper.plan import plan, plan_lines
+
+        planned = plan(definition, scale, data, arguments.data_dir, quiet)
+        if arguments.json:
+            print_json(
+                {"what": definition.name, "scale": scale.name, "seeds": seeds, "rows": [r.to_dict() for r in planned]}
+            )
+        else:
+            print(
+                "\n".join([f"{definition.title}, scale {scale.name}: {scale.about}", "", *plan_lines(planned, seeds)])
+            )
+        return
+    from txl.allocator import keep_freed_memory
+    from txl.processes import process_count
+    from txl_lab.paper.experiment import Experiment, circumstances, default_folder
+    from txl_lab.paper.outcome import gather, markdown
+    from txl_lab.paper.page import write_outcome
+
+    if process_count() > 1:
+        raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
+    keep_freed_memory()
+    device = pick_device(arguments.device)
+    out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
+    reuse = tuple(map(Path, arguments.reuse))
+    experiment = Experiment(
+        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse=reuse, so_far=arguments.so_far
+    )
+    rows = experiment.run()
+    outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows, experiment.changed_text)
+    record = write_outcome(outcome, out, ["txl", *sys.argv[1:]], circumstances(out, device))
+    if arguments.json:
+        print_json(record)
+    else:
+        print(markdown(outcome))
+        say(f"page: {out / definition.name}.html")
+    if outcome.failed:
+        names = ", ".join(each.row.key for each in outcome.failed)
+        raise CommandFailed(
+            f"{len(outcome.failed)} of {len(rows)} rows failed ({names}); the same command tries them again"
+        )
+
+
+def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -> DataConfig:
+    """Return the corpus configuration: that of the options, else the scale's for this table."""
+    from txl.data.corpora import absolute_path, refuse_unused
+    from txl_lab.paper.scales import named_data
+
+    options = config_options(arguments)
+    given = arguments.corpus
+    if given is not None and "data.corpus" in options:
+        raise UserError("--corpus and --data.corpus were both given; expected one of them")
+    corpus = given if given is not None else options.pop("data.corpus", None)
+    base = scale.data(definition.corpus, definition.unit)
+    if corpus is not None:
+        base = named_data(absolute_path(corpus), definition.unit, scale.max_words)
+    config = with_options(RunConfig(data=base), options)
+    validate(config)
+    refuse_unused(config.data, options)
+    return config.data

@@ -1,0 +1,163 @@
+"""Configuration of a row at a scale, or the reason why the row is not trained."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
+from txl.errors import UserError
+from txl.presets import preset
+from txl.training.budget import with_segment
+from txl.training.estimate import estimate
+from txl_lab.paper.converging import with_convergence
+from txl_lab.paper.scales import Scale
+from txl_lab.paper.schema import Definition, Row
+
+_LARGEST_WIDTH = 1 << 14
+_CLOSE = 0.1
+"""Largest relative difference in parameters between rows whose numbers of parameters are to match."""
+
+FitSegment = Callable[[RunConfig, RunConfig, int], int]
+"""Function from two configurations and a vocabulary size to the longest segment with which the first configuration
+trains in no more memory than the second one."""
+
+
+class NotTrained(Exception):
+    """Exception for a row that is listed but not trained; its message is the reason.
+
+    Args:
+        status: status of the row (`RowResult.status`).
+        reason: reason in words.
+    """
+
+    def __init__(self, status: Literal["published only", "not at this scale"], reason: str):
+        super().__init__(reason)
+        self.status: Literal["published only", "not at this scale"] = status
+
+
+def configure(
+    definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int, fit_segment: FitSegment
+) -> RunConfig:
+    """Return the configuration of a row, with seed 1.
+
+    Args:
+        definition: definition of the table.
+        row: row of the table.
+        scale: scale with the model and the budget.
+        data: configuration of the corpus.
+        vocab_size: number of tokens in the vocabulary.
+        fit_segment: function that finds the segment of a row with `equal_memory_with`.
+
+    Raises:
+        NotTrained: if the row has no configuration at this scale.
+        UserError: if the configuration breaks a rule.
+    """
+    if not row.trained:
+        raise NotTrained("published only", "")
+    if scale.is_published and row.preset is None:
+        raise NotTrained("not at this scale", "there is no published preset of it")
+    run = _varied(definition, row, scale, data, vocab_size)
+    run.name = f"{definition.experiment_name}-{row.key}"
+    if row.fit is not None and not scale.is_published:
+        field, key = row.fit
+        target = _varied(definition, definition.row(key), scale, data, vocab_size).model.parameter_count(vocab_size)
+        run = fitted(run, field, vocab_size, target)
+    if row.equal_memory_with is not None:
+        other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
+        # Both as they are trained: an average of weights or another attention would take other memory.
+        run = with_equal_tokens(run, fit_segment(_as_trained(run, scale), other, vocab_size))
+    run = _as_trained(run, scale)
+    if not scale.is_published and definition.kind == "quality":
+        # Attention as long as in training: small models become worse with the longer memory of the published models.
+        reach = run.model.mem_len + run.train.segment - 1
+        run.eval = dataclasses.replace(run.eval, mem_len=reach, window=reach)
+    if run.model.mem_len == 0:
+        run.model = model_with(run.model, {"window": None})
+        run.eval = dataclasses.replace(
+            run.eval, mem_len=0, window=None, clamp_len=None, segment=min(run.eval.segment, run.train.segment)
+        )
+    validate(run)
+    return run
+
+
+def _as_trained(run: RunConfig, scale: Scale) -> RunConfig:
+    return run if scale.until_converged is None else with_convergence(run, scale.until_converged)
+
+
+def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int) -> RunConfig:
+    """Return the scale's configuration, or the published one, with the row's shape and overrides."""
+    if scale.is_published:
+        assert row.preset is not None
+        run = preset(row.preset)
+    else:
+        run = scale.base(definition.unit, definition.separate_sentences)
+        widths = {name: getattr(run.model, name) for name in ("d_model", "d_head", "d_inner")}
+        widths = {name: 2 * max(1, round(width * row.shape.width / 2)) for name, width in widths.items()}
+        lengths = {"mem_len": round(run.model.mem_len * row.shape.memory)} if row.shape.memory != 1 else {}
+        n_layer = max(1, round(run.model.n_layer * row.shape.depth))
+        run.model = dataclasses.replace(run.model, n_layer=n_layer, **widths, **lengths)
+        run.train.batch_size //= row.lanes_over
+        if definition.unit == "word":
+            _settle_clusters(run.model, row, vocab_size)
+    longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
+    if not (scale.is_published and row.as_published):
+        run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest), drop=True)
+    run.data = dataclasses.replace(data)
+    if scale.dtype is not None:
+        run.train.dtype = scale.dtype
+    return run
+
+
+def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
+    """Set the cutoffs of the softmax in proportion to the vocabulary, if it is large or the row is `adaptive`."""
+    if row.adaptive:
+        model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
+    elif vocab_size >= 8000:
+        model.cutoffs = (vocab_size // 10, vocab_size // 3)
+
+
+def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
+    """Return the attention lengths to try: multiples of the training segment, and the segment itself."""
+    lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
+    return sorted(lengths | {run.train.segment})
+
+
+def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
+    """Return the configuration whose width `field` is even and gives the number of parameters nearest to `target`."""
+
+    def at(width: int) -> tuple[RunConfig, int]:
+        candidate = with_options(run, {field: str(width)})
+        return candidate, candidate.model.parameter_count(vocab_size)
+
+    low, high = 1, _LARGEST_WIDTH // 2
+    while low < high:  # find the narrowest with `target` parameters or more
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(2 * middle)[1] >= target else (middle + 1, high)
+    candidates = [at(2 * width) for width in (low - 1, low) if width > 0]
+    nearest, found = min(candidates, key=lambda candidate: abs(candidate[1] - target))
+    if abs(found - target) > _CLOSE * target:
+        raise UserError(f"{run.name}: no {field} gives about {target:,} parameters; the nearest has {found:,}")
+    return nearest
+
+
+def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
+    """Return the configuration with another segment, and the number of steps that keeps the tokens nearly equal."""
+    changed = with_segment(run, segment)
+    before, train = run.train, changed.train
+    train.steps = max(1, round(before.steps * before.segment / segment))
+    if before.average_from is not None:
+        train.average_from = round(before.average_from * before.segment / segment)
+    return changed
+
+
+def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
+    """Return the longest segment of equal memory by `txl.training.estimate`, without a measurement."""
+    budget = estimate(other, vocab_size).total_bytes
+    low, high = run.train.segment, 8 * run.train.segment
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = estimate(with_segment(run, middle), vocab_size).total_bytes <= budget
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return low

@@ -1,0 +1,103 @@
+"""Table 9: slowdown of evaluating the vanilla Transformer, which recomputes its whole window for every token.
+
+Both models have the same shape, dtype and device. Each uses its fastest attention: fused and causal for the vanilla
+Transformer, and on a CPU the same compiled code for both. The vanilla Transformer computes the softmax of its last
+position only. Per-token time is the time for one token in one lane: for the vanilla Transformer the time of a window of
+L tokens, for Transformer-XL that of a segment of T tokens with L positions of memory, divided by T.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+
+from txl.config import TransformerXLConfig, VanillaConfig, as_family
+from txl.files import JsonObject
+from txl.models.transformer_xl import TransformerXL
+from txl.models.vanilla import VanillaTransformer
+from txl_lab.speed import TABLE_9
+from txl_lab.speed.workloads import timed_alternately
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """A row of Table 9, measured here."""
+
+    attention_length: int
+    segment: int
+    dtype: str
+    vanilla_seconds: float
+    """Median time per token."""
+    transformer_xl_seconds: float
+    """Median time per token."""
+
+    @property
+    def ratio(self) -> float:
+        """Time of the vanilla Transformer as a multiple of Transformer-XL's."""
+        return self.vanilla_seconds / self.transformer_xl_seconds
+
+    def to_dict(self) -> JsonObject:
+        """Return all figures, ready for JSON."""
+        return asdict(self) | {"ratio": self.ratio, "published": TABLE_9.get(self.attention_length)}
+
+
+def slowdown(
+    shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
+) -> Slowdown:
+    """Time both models at one attention length, on random tokens and random weights.
+
+    Args:
+        shape: configuration of Transformer-XL; the vanilla Transformer has the same layers, heads and widths.
+        vocab_size: number of tokens in the vocabulary.
+        length: attention length L.
+        segment: number T of tokens that Transformer-XL reads at once.
+        steps: number of windows to time; several segments are timed before each window.
+        device: device that computes.
+        dtype: "float32", or "bfloat16" for autocast.
+    """
+    read_segment = _recurrent(shape, vocab_size, length, segment, device)
+    read_window = _vanilla(shape, vocab_size, length, device)
+    with torch.no_grad(), _arithmetic(device, dtype):
+        of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
+    return Slowdown(length, segment, dtype, of_window, of_segment / segment)
+
+
+Step = Callable[[], None]
+
+
+def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
+    """Return a function that makes Transformer-XL read one segment with a full memory."""
+    torch.manual_seed(0)
+    shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
+    model = TransformerXL(shape, vocab_size).to(device).eval()
+    state = model.init_state(1).filled_with_noise()
+
+    def read_segment() -> None:
+        nonlocal state
+        tokens = torch.randint(vocab_size, (1, segment), device=device)
+        _, state = model.nll(tokens, tokens, state)
+
+    return read_segment
+
+
+def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
+    """Return a function that makes the vanilla Transformer read one window and compute the loss of one token."""
+    torch.manual_seed(0)
+    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
+    model = VanillaTransformer(without, vocab_size).to(device).eval()
+
+    last = torch.tensor([length - 1], device=device)
+
+    def read_window() -> None:
+        tokens = torch.randint(vocab_size, (1, length), device=device)
+        model.chosen_nll(tokens, last, tokens[0, -1:], model.init_state(1))
+
+    return read_window
+
+
+def _arithmetic(device: str, dtype: str) -> torch.autocast:
+    """Return autocast, to be entered once for all steps, as in an evaluation: it then converts the weights once."""
+    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")

@@ -1,0 +1,132 @@
+"""The two workloads of speed measurements: a training step, and evaluation in segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from txl.config import RunConfig
+from txl.files import JsonObject
+from txl.minutes.timing import seconds_of, timed, training_workload
+from txl.models import build_model
+from txl.models.family import FamilyModel
+from txl.models.language_model import Objective, State
+from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.operations import forward_operations, matmul_rate
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a workload, with the machine's rate of matrix multiplication to compare with."""
+
+    workload: str
+    dtype: str
+    batch_size: int
+    segment: int
+    mem_len: int
+    step_seconds: float
+    """Median time of the timed steps."""
+    tokens_per_second: float
+    operations_per_step: int
+    matmul_rate: float
+    """Operations per second of a 2048 x 2048 matrix product in the same dtype: mean of the rates before and after."""
+    attention: str
+    compiled: bool = False
+    """True if `torch.compile` compiled the layers."""
+
+    @property
+    def fraction(self) -> float:
+        """Operations per second of the workload, divided by `matmul_rate`."""
+        return self.operations_per_step / self.step_seconds / self.matmul_rate
+
+    def to_dict(self) -> JsonObject:
+        """Return all figures, ready for JSON."""
+        return asdict(self) | {"fraction_of_matmul_rate": self.fraction}
+
+
+class Beside(NamedTuple):
+    """Median seconds of two steps that were timed alternately, and the median ratio of the first to the second."""
+
+    ours: float
+    theirs: float
+    ratio: float
+
+
+def timed_alternately(
+    often: Callable[[], None], seldom: Callable[[], None], steps: int, device: str
+) -> tuple[float, float]:
+    """Return the median seconds of two steps, timed in rounds: the first step four times, then the second once.
+
+    The first round does not count. The steps alternate, because the speed of a shared machine varies from second to
+    second.
+    """
+    rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
+    return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
+
+
+def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs: int, device: str) -> Beside:
+    """Time two steps alternately; the first pair does not count.
+
+    The ratio is the median over pairs, because a change in the machine's load affects both steps of most pairs.
+    """
+    found = [(seconds_of(first, device), seconds_of(second, device)) for _ in range(pairs + 1)][1:]
+    ours, theirs = (median(each) for each in zip(*found, strict=True))
+    return Beside(ours, theirs, median(one / other for one, other in found))
+
+
+def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> Speed:
+    """Time training steps on random tokens, and measure the machine's rate of matrix multiplication."""
+    train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
+    model, step = training_workload(run, vocab_size, device)
+    memory = model.init_state(1).filled_with_noise().length
+    # R is projected again for each micro-batch.
+    part = (train.batch_size // train.micro_batches, train.segment)
+    passes = 3 * train.micro_batches * train.backprop_segments
+    scored = Objective(train.loss).counted(train.segment)
+    operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window, scored=scored)
+    rate = matmul_rate(getattr(torch, dtype), device)
+    seconds = timed(step, steps, device)
+    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
+    tokens_per_second = train.tokens_per_step / seconds
+    name, shape = model.attention_name, (train.batch_size, train.segment)
+    return Speed(
+        "training step", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, name, train.compile
+    )
+
+
+def reading_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[FamilyModel, State, Callable[[], None]]:
+    """Return a new model, a full memory, and a function that reads random tokens with the run's test settings."""
+    torch.manual_seed(0)
+    settings = run.eval
+    model = build_model(run.model, vocab_size).to(device).eval()
+    clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
+    state = model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len)
+    first = state = state.filled_with_noise()
+
+    def step() -> None:
+        nonlocal state
+        tokens = torch.randint(vocab_size, (settings.batch_size, settings.segment), device=device)
+        _, state = model.nll(tokens, tokens, state)
+
+    return model, first, step
+
+
+def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, dtype: str) -> Speed:
+    """Time evaluation in segments of random tokens with the run's test settings; memory is full from the start."""
+    settings, model_shape = run.eval, transformer_xl_of(run)
+    model, state, step = reading_workload(run, vocab_size, device)
+    shape, memory = (settings.batch_size, settings.segment), state.length or 0
+    operations = forward_operations(model_shape, vocab_size, *shape, memory, settings.window, frozen=True)
+    rate = matmul_rate(getattr(torch, dtype), device)
+    # Entered once for all steps, as in an evaluation: autocast then converts the weights once.
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+        seconds = timed(step, steps, device)
+    rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
+    tokens_per_second = settings.batch_size * settings.segment / seconds
+    return Speed(
+        "evaluation", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
+    )
