@@ -29,7 +29,7 @@ from txl.minutes.rule import (
     expected_loss,
     reasons,
 )
-from txl.presets.small import stdlib_bpe
+from txl.presets import preset
 
 SIZES = (180_000, 2_000_000, 10_000_000, 100_000_000)
 MINUTES = (2, 10, 30, 120, 360)
@@ -89,7 +89,7 @@ def test_a_faster_machine_chooses_no_smaller_model(minutes: float):
 
 
 def test_a_choice_has_the_recipe_of_the_preset():
-    chosen, recipe = _choice(10_000_000, 10).run, stdlib_bpe()
+    chosen, recipe = _choice(10_000_000, 10).run, preset("stdlib-bpe")
     differing = {name for name, value in asdict(chosen.model).items() if value != asdict(recipe.model)[name]}
     assert differing <= {"n_layer", "d_model", "n_head", "d_inner", "dropout"}
     for name in ("optimizer", "schedule", "reset_memory", "beta2", "clip", "segment"):

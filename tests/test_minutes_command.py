@@ -28,7 +28,7 @@ from txl.minutes.rule import (
     choose,
 )
 from txl.minutes.timing import training_workload
-from txl.presets.small import stdlib_bpe
+from txl.presets import preset
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training.loop import TrainingLoop
@@ -224,7 +224,7 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_timed_is_what_is_trained(dtype: str):
-    run = with_options(stdlib_bpe(), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "1"})
+    run = with_options(preset("stdlib-bpe"), {"train.dtype": dtype, "model.attention": "auto", "model.n_layer": "1"})
     model, _ = training_workload(run, 64, "cpu")
     assert {str(each.dtype) for each in model.parameters()} == {f"torch.{dtype}"}
     run.model.attention = "compiled"
@@ -235,7 +235,7 @@ def test_what_is_timed_is_what_is_trained(dtype: str):
 
 def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "compile_layers", lambda *_: "no compiler")
-    run = with_options(stdlib_bpe(), {"train.compile": "true", "model.n_layer": "1"})
+    run = with_options(preset("stdlib-bpe"), {"train.compile": "true", "model.n_layer": "1"})
     training_workload(run, 64, "cpu", must_compile=False)
     with pytest.raises(UserError, match="no working compiler here"):
         training_workload(run, 64, "cpu")
@@ -300,14 +300,14 @@ def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     RunDirectory(tmp_path / "run").path.mkdir()
-    RunDirectory(tmp_path / "run").write_config(stdlib_bpe())
+    RunDirectory(tmp_path / "run").write_config(preset("stdlib-bpe"))
     assert train("--minutes", "2") == 2
     assert "holds the run stdlib-bpe, which --minutes 2 did not choose" in capsys.readouterr().err
 
 
 def test_without_evaluations_none_is_timed(text: Path):
     given = {"data.corpus": str(text), "data.unit": "byte", "train.eval_every": "0", "train.eval_batch_size": "9000"}
-    run = with_options(stdlib_bpe(), given | {"model.n_layer": "1", "train.batch_size": "2"})
+    run = with_options(preset("stdlib-bpe"), given | {"model.n_layer": "1", "train.batch_size": "2"})
     corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
     assert measuring.measured_speed(run, corpus, "cpu", 1.0).evaluated_token == math.inf
     facts = TokenizedText(TextFacts(60_000, 20_000, 60), 60_000, 3000, 256)
@@ -325,7 +325,9 @@ def test_a_fork_does_not_keep_the_plan(train: Train, tmp_path: Path):
 
 
 def test_shapes_that_the_machine_or_the_text_has_no_room_for_are_not_timed(text: Path, monkeypatch: pytest.MonkeyPatch):
-    run = with_options(stdlib_bpe(), {"data.corpus": str(text), "data.unit": "byte", "train.batch_size": "9000"})
+    run = with_options(
+        preset("stdlib-bpe"), {"data.corpus": str(text), "data.unit": "byte", "train.batch_size": "9000"}
+    )
     corpus = measuring.open_corpus(str(text), config=run.data, data_dir=text.parent / "data", quiet=True)
     assert measuring.measured_speed(run, corpus, "cpu", 1.0).step == math.inf, "lanes shorter than a segment"
 
@@ -348,7 +350,7 @@ def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, m
         return real(*given)
 
     monkeypatch.setattr(timing, "training_step", watched)
-    run = with_options(stdlib_bpe(), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
+    run = with_options(preset("stdlib-bpe"), {"train.tf32": str(tf32).lower(), "model.n_layer": "1"})
     training_workload(run, 64, "cpu")[1]()
     assert precisions == ["high" if tf32 else "highest"]
 

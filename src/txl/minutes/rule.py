@@ -17,7 +17,7 @@ from typing import TypeVar
 from txl.config import DataConfig, ModelConfig, RunConfig, TransformerXLConfig, planned_name, validate, with_options
 from txl.errors import UserError
 from txl.minutes.facts import TextFacts
-from txl.presets.small import stdlib_bpe
+from txl.presets import preset
 from txl.units import duration, duration_text
 
 SHAPES = ((3, 96), (4, 128), (6, 192), (6, 256), (8, 384), (12, 512), (16, 768), (24, 1024))
@@ -129,7 +129,7 @@ def base_run(minutes: float, bfloat16: bool) -> RunConfig:
         minutes: number of minutes that the user gave.
         bfloat16: True if the machine multiplies bfloat16 faster than float32.
     """
-    run = stdlib_bpe()
+    run = preset("stdlib-bpe")
     run.name = planned_name(minutes)
     run.train.dtype = "bfloat16" if bfloat16 else "float32"
     return run

@@ -8,14 +8,14 @@ from __future__ import annotations
 TYPE_CHECKING = False  # instead of `typing.TYPE_CHECKING`, because that import takes longer than this module
 if TYPE_CHECKING:
     from txl.config import RunConfig
-    from txl.presets.named import Preset
+    from txl.presets.recipe import Preset
 
 
 def presets() -> dict[str, Preset]:
     """Return all presets by name, the paper's models first."""
     from txl.presets.named import named_presets
 
-    return {each.name: each for group in named_presets().values() for each in group}
+    return {preset.name: preset for group in named_presets().values() for preset in group}
 
 
 def find_preset(name: str) -> Preset:

@@ -7,9 +7,11 @@ Len") is measured with a sliding window: `txl eval RUN --sliding L`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
+from txl.presets.recipe import Preset, changed
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,6 @@ TABLE_6 = {
     "al-rfou-half": Ablation("learned", recurrence=False, loss="half", initial=31.16, best=31.16, attention_length=120),
 }
 """Rows of Table 6 (WikiText-103, 128M parameters), by short name; the model with 151M is a separate preset."""
-UNPUBLISHED = [replace(row, initial=None, best=None, attention_length=None) for row in TABLE_6.values()]
-"""Rows of Table 6 without published results, for corpora and sizes that are not in the paper."""
 TABLE_7 = {
     "xl": Ablation(best=25.2),
     "xl-shaw": Ablation("shaw", best=25.7),
@@ -92,27 +92,33 @@ The rows with recurrence are those of Table 6. `txl bench budget` finds such seg
 """
 
 
-def apply(row: Ablation, base: RunConfig) -> RunConfig:
-    """Return the configuration of a row.
+def ablation_presets(
+    rows: Iterable[Ablation], base: RunConfig, corpus: str, source: str, vocab_size: int
+) -> list[Preset]:
+    """Return a preset for every row of an ablation.
 
     Args:
-        row: row of an ablation.
-        base: configuration of the first row of the same table, with memory; it is not changed.
+        rows: rows of an ablation.
+        base: configuration of the first row of the same table, with memory.
+        corpus: corpus in words.
+        source: source of all rows.
+        vocab_size: number of tokens in the vocabulary of the corpus.
     """
-    run = RunConfig.from_dict(base.to_dict())
-    run.name += row.suffix
-    train = run.train
-    train.loss = row.loss
-    if row.segment is not None:
-        train.segment = row.segment
-    if row.recurrence:
-        if row.attention_length is not None:
-            run.eval.mem_len = run.eval.window = row.attention_length
-    else:
+    return [
+        Preset(_run_of(row, base), f"{corpus}, {row.description}", source, row.published, vocab_size) for row in rows
+    ]
+
+
+def _run_of(row: Ablation, base: RunConfig) -> RunConfig:
+    run = changed(base, base.name + row.suffix, train={"loss": row.loss, "segment": row.segment or base.train.segment})
+    segment = run.train.segment
+    if not row.recurrence:
         run.model = model_with(run.model, {"mem_len": 0, "window": None, "clamp_len": None})
-        run.eval = EvalConfig(segment=train.segment, mem_len=0, batch_size=base.eval.batch_size)
-    reach = {"max_distance": base.model.mem_len + train.segment} if row.encoding == "shaw" else {}
-    run.model = model_with(run.model, {"encoding": row.encoding, **reach}).for_segment(train.segment)
+        run.eval = EvalConfig(segment=segment, mem_len=0, batch_size=base.eval.batch_size)
+    elif row.attention_length is not None:
+        run.eval.mem_len = run.eval.window = row.attention_length
+    reach = {"max_distance": base.model.mem_len + segment} if row.encoding == "shaw" else {}
+    run.model = model_with(run.model, {"encoding": row.encoding, **reach}).for_segment(segment)
     if row.encoding == "shaw":
         run.eval.clamp_len = None  # this encoding already clips distances
     return run

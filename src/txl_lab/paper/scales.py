@@ -14,8 +14,7 @@ from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, Transform
 from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.presets import small
-from txl.presets.published import lm1b_base
+from txl.presets import preset
 from txl_lab.paper.converging import UntilConverged
 
 Dtype = Literal["float32", "bfloat16"]
@@ -155,7 +154,7 @@ def _take_lengths_of_sentences(run: RunConfig) -> None:
     Table 7 asks what recurrence is worth where nothing but a cut sentence needs it; long segments cut few sentences.
     The number of lanes keeps the tokens a step about equal.
     """
-    published = lm1b_base()
+    published = preset("lm1b-base")
     segment = published.train.segment
     if run.train.segment <= segment:
         return
@@ -195,14 +194,15 @@ def _tiny(unit: str) -> RunConfig:
 
 
 def _small_words() -> RunConfig:
-    run = small.words("small-word", "wikitext-2", ())
+    run = preset("wikitext-2-small")
+    run.name, run.model.cutoffs = "small-word", ()
     run.train.random_segments = False  # absolute positions need segments of equal length
     run.train.keep_checkpoints = 1
     return run
 
 
 def _small_characters() -> RunConfig:
-    run = small.enwik8_small()
+    run = preset("enwik8-small")
     run.name = "small-character"
     run.model, run.train.segment = replace(run.model, n_layer=4, mem_len=128), 128
     run.eval = EvalConfig(segment=128, mem_len=512, window=512)
