@@ -13,6 +13,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from txl.commands.parser import Parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,41 +149,22 @@ def _escaped(text: str) -> str:
 
 def commands() -> str:
     """Return every command with its arguments, from the parser itself."""
-    from txl.cli import build_parser
+    from txl.commands.command_line import build_parser
 
     return "\n".join(_commands(build_parser(), 2))
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> list[argparse._SubParsersAction]:
-    return [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
-
-
-def _commands(parser: argparse.ArgumentParser, level: int) -> list[str]:
+def _commands(parser: Parser, level: int) -> list[str]:
     parts = []
-    for nested in _subparsers(parser):
-        helps = {each.dest: each.help or "" for each in nested._choices_actions}
-        for name, each in nested.choices.items():
-            parts += [_command(each, level, helps.get(name, "")), *_commands(each, level + 1)]
+    for command in parser.commands.values():
+        parts += [_command(command, level), *_commands(command, level + 1)]
     return parts
 
 
-def _command(parser: argparse.ArgumentParser, level: int, about: str) -> str:
-    parts = [f"{'#' * level} {parser.prog}\n"]
-    if example := getattr(parser, "example", ""):
-        parts.append(f"```sh\n{example}\n```\n")
-    for text in (parser.description or about, parser.epilog):
-        if text and "\n" in text.strip():
-            parts.append(f"```text\n{text.strip()}\n```\n")
-        elif text:
-            sentence = _escaped(text.strip())
-            parts.append(f"{sentence[0].upper()}{sentence[1:]}{'' if sentence.endswith('.') else '.'}\n")
-    shown = [
-        action
-        for action in parser._actions
-        if action.help != argparse.SUPPRESS
-        and not isinstance(action, argparse._SubParsersAction)
-        and action.dest != "help"
-    ]
+def _command(parser: Parser, level: int) -> str:
+    description = _escaped(parser.description or "")
+    parts = [f"{'#' * level} {parser.prog}\n", f"```sh\n{parser.example}\n```\n", f"{description}\n"]
+    shown = [action for action in parser.arguments if action.help != argparse.SUPPRESS and action.dest != "help"]
     own = [action for action in shown if "." not in action.dest or _short(action)]
     if own:
         parts.append(table(("argument", "meaning"), [(_invocation(each), _help(parser, each)) for each in own]))
@@ -200,11 +185,11 @@ def _invocation(action: argparse.Action) -> str:
         value = "|".join(map(str, action.choices)) if action.choices is not None else action.dest.upper()
     if not action.option_strings:
         return f"`{value}`"
-    names = ", ".join(f"`{each}`" for each in action.option_strings if "_" not in each)
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
     return names if action.nargs == 0 else f"{names} `{value}`"
 
 
-def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+def _help(parser: Parser, action: argparse.Action) -> str:
     text = (action.help or "") % dict(vars(action), prog=parser.prog)
     if action.default not in (None, False, argparse.SUPPRESS) and "default" not in text:
         text = f"{text} (default: {action.default})"

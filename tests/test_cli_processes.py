@@ -199,15 +199,18 @@ def test_training_goes_on_and_saves_when_its_messages_have_no_reader(story, tmp_
 def test_a_command_whose_standard_error_has_no_reader_has_its_exit_code(command, code, tmp_path):
     """The reader of standard output alone may leave early without an error."""
     script = f"""
-import argparse, sys
+import sys
 from txl import cli
 from txl.commands.output import say
+from txl.commands.parser import Parser
 from txl.errors import RunInterrupted, UserError
 
 def run(arguments):
     {command}
 
-cli.build_parser = lambda: argparse.Namespace(parse_args=lambda argv: argparse.Namespace(run=run))
+parser = Parser(prog="txl")
+parser.set_defaults(run=run)
+cli.build_parser = lambda: parser
 sys.exit(cli.main([]))
 """
     read, write = os.pipe()

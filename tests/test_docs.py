@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import txl
-from txl.cli import build_parser
+from txl.commands.command_line import build_parser
 from txl.config import options
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -79,8 +79,7 @@ def test_generated_tables_name_everything():
     assert {f"`{name}`" for name in txl.presets()} == set(re.findall(r"^\| (`[\w-]+`)", presets, flags=re.MULTILINE))
     names = {f"--{option.name.replace('_', '-')}" for option in options()}
     assert names == set(re.findall(r"^\| `(--[\w.-]+)`", fields, flags=re.MULTILINE))
-    (subcommands,) = conf._subparsers(build_parser())
-    assert set(subcommands.choices) == set(re.findall(r"^## txl ([\w-]+)", commands, flags=re.MULTILINE))
+    assert set(build_parser().commands) == set(re.findall(r"^## txl ([\w-]+)", commands, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "reference"], ids=of)

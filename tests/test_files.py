@@ -71,7 +71,7 @@ def test_a_message_from_a_file_is_one_bounded_line_without_control_characters(tm
     assert error.count("\n") == 1
     assert len(error) < 2100
     assert "\x1b" not in error
-    assert error.endswith("is not known to this version\n")
+    assert error.endswith("not known to this version\n")
 
 
 def test_writers_at_the_same_time_do_not_mix_their_files(tmp_path):

@@ -108,7 +108,62 @@ def test_the_core_never_imports_the_laboratory():
         if module.startswith("txl.") and other.split(".")[0] == LABORATORY.name
     ]
     assert not upward
-    assert LABORATORY.name not in (SOURCE / "cli.py").read_text(encoding="utf-8")  # nor by name
+    assert LABORATORY.name not in (SOURCE / "commands" / "command_line.py").read_text(encoding="utf-8")  # nor by name
+
+
+def _speaks_in_options(path: Path) -> bool:
+    """Return whether a text in a file, apart from docstrings, holds an option such as `--out`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in bare]
+    return any(isinstance(text, str) and re.search(r"^--[a-z.-]+ |[\s(]--[a-z]", text) for text in texts)
+
+
+TO_CONVERT = {
+    "txl.analysis.attention_record",
+    "txl.analysis.average_attention",
+    "txl.analysis.samples",
+    "txl.attention.backends",
+    "txl.attention.refused",
+    "txl.compression.coder",
+    "txl.compression.files",
+    "txl.config.sections",
+    "txl.data.corpora",
+    "txl.data.download",
+    "txl.data.prepare",
+    "txl.data.prepared",
+    "txl.data.public",
+    "txl.evaluation.surprisal",
+    "txl.generation.text",
+    "txl.interop.conversion",
+    "txl.interop.export_run",
+    "txl.interop.import_run",
+    "txl.interop.new_directory",
+    "txl.minutes.measured",
+    "txl.runs.corpus",
+    "txl.runs.directory",
+    "txl.serving.app",
+    "txl.serving.guard",
+    "txl.serving.kept",
+    "txl.serving.service",
+    "txl.training.building",
+    "txl.training.compilation",
+    "txl.training.estimate",
+    "txl.training.recovery",
+    "txl.training.run_log",
+    "txl.training.saver",
+    "txl.training.snapshot",
+    "txl.training.starting",
+    "txl.training.trainer",
+    "txl.training.validation",
+}
+
+
+def test_only_the_command_line_speaks_in_options():
+    """Elsewhere a message names a setting (`txl.errors.Field`); pages of `reporting` show commands to copy."""
+    told = ("txl.commands", "txl.cli", "txl.reporting", "txl_lab")
+    speaking = {module for module, path in MODULES.items() if not module.startswith(told) and _speaks_in_options(path)}
+    assert speaking == TO_CONVERT
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

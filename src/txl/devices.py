@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 
 def runs_ahead(tensor: Tensor) -> bool:
@@ -34,7 +34,8 @@ def check_device(device: str) -> None:
         reason = str(error).splitlines()[0].partition(". ")[0]
         if "aten::" in reason:  # words for PyTorch's own developers
             reason = "this PyTorch has no such device"
-        raise UserError(f"device {device} cannot be used here: {reason}") from None
+        problem = f"cannot be used here: {reason}"
+        raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cpu"))) from None
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:

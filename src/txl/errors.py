@@ -1,57 +1,144 @@
-"""Exceptions that the command line reports in one line, such as user errors, unlike failures of the program."""
+"""Errors that the command line reports in one line, and words for messages.
+
+A message names settings as the library does: parameters of functions (`mem_len`) and fields of the configuration
+(`train.batch_size`). Only the command line knows how a user sets them; it passes `TxlError.text` a function that turns
+the name of a setting into an option.
+"""
 
 from __future__ import annotations
 
 import signal
-
-TYPE_CHECKING = False  # not typing's: importing typing takes longer than the rest of this module
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+# Signals that ask a command to stop: Ctrl-C, `kill`, a closed terminal, and two that clusters send before a time limit
+# (Windows has only the first two). A command that a signal has stopped exits with 128 plus the signal's number.
 STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
-"""Signals that ask a command to stop: Ctrl-C, `kill`, a closed terminal, and two that clusters send before a time limit
-(Windows has only the first two). A command that a signal has stopped exits with 128 plus the signal's number."""
 
 
-class UserError(ValueError):
-    """User error: the command line prints the message as one line and exits with code 2.
+@dataclass(frozen=True)
+class Field:
+    """Mention of a setting in a message, by name and perhaps with a value: "mem_len", "train.capture false".
 
-    The message names the field, the given value, the expected values, and a remedy.
+    Args:
+        name: a parameter of a public function, or a field of the configuration with its section ("train.batch_size").
+        value: value that the user should give, or has given; `...`: the name alone.
     """
 
+    name: str
+    value: object = ...
 
-class RunInterrupted(Exception):
-    """Stop of training by a signal, after the state was saved; the message tells how to resume."""
+    def text(self, name_of: Callable[[str], str] = str) -> str:
+        """Return the mention in words; `name_of` as for `TxlError.text`."""
+        name = name_of(self.name)
+        return name if self.value is ... else f"{name} {_shown(self.value)}"
 
-    def __init__(self, message: str, exit_code: int = 130):
-        super().__init__(message)
+
+class TxlError(Exception):
+    """Error that the command line reports in one line, without a traceback.
+
+    Each text is a string, or a tuple of strings, `Field`s and other errors, which are written one after the other:
+    ``("give another ", Field("out"))``. The message is "FIELD is VALUE; expected EXPECTED; REMEDY", or, with a problem,
+    "FIELD VALUE: PROBLEM; expected EXPECTED; REMEDY". Parts that are not given are left out.
+
+    Args:
+        problem: what is wrong; empty if field, value and `expected` say it.
+        field: name of the setting that is wrong, as for `Field`.
+        value: value that the setting has; `...`: none is named. Without a field: the file or run that is wrong.
+        expected: what the value should be.
+        remedy: what to do.
+    """
+
+    def __init__(
+        self, problem: Text = "", *, field: str = "", value: object = ..., expected: Text = "", remedy: Text = ""
+    ):
+        super().__init__(problem)
+        self.problem, self.field, self.value, self.expected, self.remedy = problem, field, value, expected, remedy
+
+    def text(self, name_of: Callable[[str], str] = str) -> str:
+        """Return the message.
+
+        Args:
+            name_of: function from the name of a setting to the words by which a user knows it, such as an option.
+        """
+        words = [name_of(self.field)] if self.field else []
+        words += [] if self.value is ... else [_shown(self.value)]
+        subject, problem = (" " if self.problem else " is ").join(words), _written(self.problem, name_of)
+        expected, remedy = _written(self.expected, name_of), _written(self.remedy, name_of)
+        statement = ": ".join(part for part in (subject, problem) if part)
+        return "; ".join(part for part in (statement, expected and f"expected {expected}", remedy) if part)
+
+    def __str__(self) -> str:
+        return self.text()
+
+
+Text = str | Field | TxlError | tuple[str | Field | TxlError, ...]
+
+
+class UserError(TxlError, ValueError):
+    """User's mistake; the command line prints one line and exits with code 2."""
+
+
+class RunInterrupted(TxlError):
+    """Stop of training by a signal, after the state was saved; the message tells how to resume.
+
+    Args:
+        problem: the message.
+        exit_code: 128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM (see `STOP_SIGNALS`).
+    """
+
+    def __init__(self, problem: Text, exit_code: int = 130):
+        super().__init__(problem)
         self.exit_code = exit_code
-        """128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM (see `STOP_SIGNALS`)."""
 
 
-class ProcessLost(Exception):
-    """Loss of another process of a distributed run, after which this process cannot continue."""
+class ProcessLost(TxlError):
+    """Loss of another process of a distributed run, after which this process cannot continue.
 
-    def __init__(self, message: str = "", quiet: bool = False):
-        super().__init__(message)
+    Args:
+        problem: the message.
+        quiet: True if another process prints the reason.
+    """
+
+    def __init__(self, problem: Text = "", quiet: bool = False):
+        super().__init__(problem)
         self.quiet = quiet
-        """True if another process prints the reason."""
 
 
-class CommandFailed(Exception):
-    """Command that ended without doing all of its work; the command line prints the message and exits with code 1."""
+class CommandFailed(TxlError):
+    """Command that ended without doing all of its work; the command line exits with code 1."""
 
 
 class TrainingDiverged(CommandFailed):
     """Training that led to numbers that are not finite, or to a useless model."""
 
 
-def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+def _written(text: Text, name_of: Callable[[str], str]) -> str:
+    if isinstance(text, str):
+        return text
+    if isinstance(text, tuple):
+        return "".join(_written(part, name_of) for part in text)
+    return text.text(name_of)
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message: none, true, [1, 2]; a text in quotes unless it is one word and no number."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (tuple, list, dict)):
+        return brief(list(value) if isinstance(value, tuple) else value)
+    text = str(value)
+    is_word = text.isprintable() and text.split() == [text]
+    is_like_number = isinstance(value, str) and text.lstrip("+-")[:1].isdigit()
+    return text if is_word and not is_like_number else repr(text)
+
+
+def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return a question with the known words nearest to a mistaken word: "did you mean a or b?".
 
     Args:
-        given: the mistaken word.
+        word: the mistaken word.
         known: the expected words.
         cutoff: least similarity of a near word, from 0 to 1.
 
@@ -60,7 +147,7 @@ def did_you_mean(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> st
     """
     import difflib
 
-    near = difflib.get_close_matches(given, list(known), n=3, cutoff=cutoff)
+    near = difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
@@ -72,10 +159,10 @@ def brief(value: object) -> str:
     """
     import reprlib
 
-    shown = reprlib.Repr()
-    shown.maxlevel, shown.maxstring, shown.maxother = 2, 60, 60
-    shown.maxlist = shown.maxtuple = shown.maxdict = shown.maxset = shown.maxfrozenset = 6
-    return shown.repr(value)
+    limited = reprlib.Repr()
+    limited.maxlevel, limited.maxstring, limited.maxother = 2, 60, 60
+    limited.maxlist = limited.maxtuple = limited.maxdict = limited.maxset = limited.maxfrozenset = 6
+    return limited.repr(value)
 
 
 def cause(error: Exception) -> str:
@@ -97,9 +184,8 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def named(symbols: Iterable[str]) -> str:
     """Return words, or characters with their code points, as a list for a message, which names eight of them."""
-    listed = list(symbols)
-    shown = ", ".join(each if len(each) > 1 else _named(each) for each in listed[:8])
-    return shown + (f" and {len(listed) - 8:,} more" if len(listed) > 8 else "")
+    words = [symbol if len(symbol) > 1 else _named(symbol) for symbol in symbols]
+    return ", ".join(words[:8]) + (f" and {len(words) - 8:,} more" if len(words) > 8 else "")
 
 
 def _named(character: str) -> str:

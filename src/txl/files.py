@@ -96,13 +96,10 @@ def check_current_directory() -> None:
 
 
 def check_utf8(out: Path) -> None:
-    """Refuse a path of `--out` that is not UTF-8: the safetensors library writes there, but does not read from it."""
+    """Refuse a path for a result that is not UTF-8: the safetensors library writes there, but does not read from it."""
     if not is_utf8(str(out)):
-        shown = str(out).encode(errors="replace").decode()
-        raise UserError(
-            f"--out {shown}: the path is not valid UTF-8, and tensors could not be read from it again; give another "
-            f"directory"
-        )
+        problem = "the path is not valid UTF-8, and tensors could not be read from it again"
+        raise UserError(problem, field="out", value=out, remedy="give another directory")
 
 
 def is_utf8(text: str) -> bool:
@@ -115,11 +112,11 @@ def is_utf8(text: str) -> bool:
 
 
 def check_new_directory(out: Path) -> None:
-    """Refuse a directory for `--out` that is not empty, or whose path is not UTF-8 or that of a file."""
+    """Refuse a directory for a result that is not empty, or whose path is not UTF-8 or that of a file."""
     check_utf8(out)
-    refuse_file(out, f"--out {out}")
+    refuse_file(out, "out")
     if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out}: not empty; give another directory")
+        raise UserError("not empty", field="out", value=out, remedy="give another directory")
 
 
 def is_replaceable(path: Path) -> bool:
@@ -272,17 +269,17 @@ def make_scratch(folder: Path, name: str) -> Path:
     return scratch
 
 
-def refuse_file(path: Path, what: str, expected: str = "a directory") -> None:
+def refuse_file(path: Path, field: str = "", expected: str = "a directory") -> None:
     """Refuse a path for a directory if a file or a broken link has it; what does not exist is not refused.
 
     Args:
         path: the path.
-        what: the path for the message, after the option that it was given to.
+        field: name of the setting that it was given to; empty for an argument.
         expected: what the message says was expected.
     """
     if os.path.lexists(path) and not path.is_dir():
         kind = "a file" if path.exists() else "a broken link"
-        raise UserError(f"{what} is {kind}; expected {expected}")
+        raise UserError(kind, field=field, value=path, expected=expected)
 
 
 def file_sha256(path: Path) -> str:

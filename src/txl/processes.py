@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from txl.errors import ProcessLost, UserError
+from txl.errors import Field, ProcessLost, UserError
 
 _TIMEOUT = timedelta(minutes=10)
 """Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection."""
@@ -143,7 +143,8 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
     count, here = process_count(), process_count("LOCAL_WORLD_SIZE")
     if device.startswith("cuda:"):
         if count > 1 and here > 1 and torch.cuda.device_count() > 1:
-            raise UserError(f"--device {device} is one GPU, and {here} processes run here; use --device cuda")
+            problem = f"one GPU, and {here} processes run here"
+            raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cuda")))
         torch.cuda.set_device(device)
     if count < 2 or "RANK" not in os.environ:
         yield Processes(), device
@@ -177,10 +178,8 @@ def _check_environment(count: int) -> None:
     """Refuse environment variables of torchrun's that are missing or not as torchrun sets them."""
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
-            raise UserError(
-                f"the environment variable {name} is missing; start several processes with torchrun, or unset "
-                f"WORLD_SIZE to train in one"
-            )
+            remedy = "start several processes with torchrun, or unset WORLD_SIZE to train in one"
+            raise UserError(f"the environment variable {name} is missing", remedy=remedy)
     for name, most, expected in (
         ("RANK", count - 1, f"a number from 0 to {count - 1}"),
         ("MASTER_PORT", 65535, "the number of a port"),

@@ -142,7 +142,9 @@ def average_attention(
     needed = everywhere if min_keys is None else min_keys
     longest = lanes.end[0] - lanes.first[0]
     if min_keys is not None and not 1 <= min_keys <= min(span, longest):
-        raise UserError(f"min_keys is {min_keys}; expected 1 to {min(span, longest)}: no token sees more keys")
+        raise UserError(
+            field="min_keys", value=min_keys, expected=f"1 to {min(span, longest)}: no token sees more keys"
+        )
     if not 1 <= needed <= min(span, longest):
         raise UserError(
             f"no token sees {needed} keys: a lane has {longest} tokens (of {len(ids)} in {batch_size} lanes) and a "

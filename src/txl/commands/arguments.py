@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def standard_input() -> IO[bytes]:
     """Return standard input, for reading bytes."""
     if sys.stdin is None:
-        raise UserError("standard input is closed; give a file instead of -")
+        raise UserError("standard input is closed", remedy="give a file instead of -")
     return sys.stdin.buffer
 
 
@@ -40,7 +40,7 @@ def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
     if name == "auto":
         return convention_of(vocabulary)
     if vocabulary is not None and vocabulary.kind != "word":
-        raise UserError(f"--detokenise is {name}, but this model reads {vocabulary.kind} tokens; leave it out")
+        raise UserError(f"this model reads {vocabulary.kind} tokens", field="detokenise", value=name, expected="none")
     return check_convention(name)
 
 
@@ -64,25 +64,22 @@ def pick_device(name: str | None) -> str:
     from txl.devices import check_device, chosen_device
 
     chosen = chosen_device(name)
-    try:
-        check_device(chosen)
-    except UserError as error:
-        raise UserError(f"--{error}; use --device cpu") from None
+    check_device(chosen)
     if chosen.startswith("cuda:"):
         torch.cuda.set_device(chosen)  # streams, events and our kernels are those of the current GPU
     torch.backends.cudnn.allow_tf32 = False  # float32 means float32, in an LSTM too
     return chosen
 
 
-def existing_run(path: str, option: str = "") -> Path:
-    """Return the path of a run directory, given to `option` or as an argument; refuse what is not a run directory."""
-    directory, what = Path(path), f"{option} {path}".lstrip()
-    refuse_file(directory, what, "a run directory")
+def existing_run(path: str, field: str = "") -> Path:
+    """Return the path of a run directory, an argument or the value of `field`; refuse what is not a run directory."""
+    directory, expected = Path(path), "a run directory"
+    refuse_file(directory, field, expected)
     if not directory.is_dir():
-        made_by = f"txl train --out {shlex.quote(path)}"
-        raise UserError(f"{what}: no such directory; expected a run directory (made by {made_by})")
+        expected += f" (made by txl train --out {shlex.quote(path)})"
+        raise UserError("no such directory", field=field, value=path, expected=expected)
     if not (directory / "config.json").is_file():
-        raise UserError(f"{what}: not a run directory (it has no config.json)")
+        raise UserError("it has no config.json", field=field, value=path, expected=expected)
     return directory
 
 
@@ -112,46 +109,41 @@ def check_corpus(name: str) -> None:
 def writable_folder(path: str | Path) -> Path:
     """Return a folder for results after checking that it is writable; folders made for the check are removed."""
     folder = Path(path)
-    refuse_file(folder, f"--out {path}", "a folder")
-    made = [each for each in (folder, *folder.parents) if not os.path.lexists(each)]  # the innermost first
+    refuse_file(folder, "out", "a folder")
+    missing = [part for part in (folder, *folder.parents) if not os.path.lexists(part)]  # the innermost first
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UserError(f"--out {path} cannot be written ({error.strerror}); give another folder") from None
+        problem = f"cannot be written ({error.strerror})"
+        raise UserError(problem, field="out", value=path, remedy="give another folder") from None
     finally:
-        for each in made:
+        for part in missing:
             with suppress(OSError):
-                each.rmdir()
+                part.rmdir()
     return folder
-
-
-def refuse_below_one(arguments: argparse.Namespace, *names: str) -> None:
-    """Refuse the first of the named options whose number is below 1; options that were not given are skipped."""
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more")
 
 
 def check_output_file(out: str | None, source: Path | None) -> None:
     """Refuse an output file that cannot be written, before anything is computed."""
     if out is None:
         return
-    path = Path(out)
+    path, problem = Path(out), ""
     if not path.parent.is_dir():
-        raise UserError(f"--out {out}: {path.parent} is not a folder; make it first")
-    if path.is_dir():
-        raise UserError(f"--out {out} is a folder; expected the name of a file")
-    if source is not None and path.exists() and path.samefile(source):
-        raise UserError(f"--out {out} is the source itself; expected another file")
-    if _is_of_a_run(path.resolve()):
-        raise UserError(f"--out {out} is a file of the run itself; expected another file")
+        problem = f"{path.parent} is not a folder"
+    elif path.is_dir():
+        problem = "a folder"
+    elif source is not None and path.exists() and path.samefile(source):
+        problem = "the source itself"
+    elif _is_of_a_run(path.resolve()):
+        problem = "a file of the run itself"
+    if problem:
+        raise UserError(problem, field="out", value=out, expected="the name of another file")
 
 
+# Files of a run directory without which the run is lost.
 _OF_A_RUN = ("config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints")
-"""Files of a run directory without which the run is lost."""
 
 
 def _is_of_a_run(path: Path) -> bool:

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import pick_device, run_corpus, run_to_read, tested_lengths, writable_folder
 from txl.commands.options import (
     add_memory_options,
     add_out,
     add_run_options,
-    bounded_int,
-    named,
     number_or_all,
     numbers,
 )
 from txl.commands.output import print_json, print_table, progress_bar, say
+from txl.commands.parser import Commands, typed
+from txl.config import whole_number
 from txl.files import JsonObject
 
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
 
-
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "attention",
@@ -54,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
         action=argparse.BooleanOptionalAction,
         help="show the terms of the attention score apart (default: if the model has them)",
     )
-    shown = parser.add_argument_group("what the page shows")
+    shown = parser.group("what the page shows")
     shown.add_argument("--layers", type=numbers, metavar="N,N,...", help="these layers alone, counted from 1")
     shown.add_argument(
         "--heads", type=_heads, metavar="L:H,...", help="these heads in the text (default: those that look farthest)"
@@ -77,10 +73,10 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
-@named("pairs LAYER:HEAD separated by commas")
+@typed("pairs LAYER:HEAD separated by commas")
 def _heads(text: str) -> list[tuple[int, int]]:
     pairs = [part.split(":") for part in text.split(",")]
-    return [(bounded_int(layer) - 1, bounded_int(head) - 1) for layer, head in pairs]
+    return [(whole_number(layer) - 1, whole_number(head) - 1) for layer, head in pairs]
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -12,14 +12,14 @@ from txl.commands.evaluation_options import eval_command, evaluation_settings, f
 from txl.commands.evaluation_results import measured_on, print_rows, refuse_not_a_number
 from txl.commands.options import add_dtype, add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
+from txl.commands.parser import Commands
 from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.evaluation.cache_tuning import CacheTuning
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "cache",

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
+from txl.commands.parser import Commands, Parser
 
 _SHELLS = ("bash", "zsh")
 _FOLDERS, _FILES = ("DIR",), ("FILE", "PATH", "OUT")
 _PRESETS = {"bash": "_txl_presets", "zsh": "_txl_presets"}
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "completion",
@@ -31,13 +30,13 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the script, made from the parser of the whole command line."""
     import shtab
 
+    from txl.commands.command_line import build_parser
     from txl.config import choices_of, options
     from txl.presets import presets
 
     words_of = {option.name: choices_of(option.hint) for option in options()}
-    root = arguments.parse.__self__  # `parse` is a method of the whole command line's parser
-    for action in _actions(root):
-        action.option_strings = [name for name in action.option_strings if "_" not in name]
+    root = build_parser()
+    for action in _arguments(root):
         completed: Any = action  # shtab reads an attribute that argparse does not define
         if action.metavar in _FOLDERS:
             completed.complete = shtab.DIRECTORY
@@ -55,14 +54,9 @@ def run(arguments: argparse.Namespace) -> None:
     print(shtab.complete(root, arguments.shell, preamble=preamble[arguments.shell]))
 
 
-def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Yield the options and arguments of a parser and of its commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            action.help = "command"  # was hidden (the help lists commands by task); shtab skips hidden actions
-            for listed in action._choices_actions:
-                action.choices[listed.dest].description = listed.help
-            for each in action.choices.values():
-                yield from _actions(each)
-        else:
-            yield action
+def _arguments(parser: Parser) -> Iterator[argparse.Action]:
+    """Yield the options and arguments of a parser and of its commands, which get their summary as description."""
+    yield from parser.arguments
+    for command in parser.commands.values():
+        command.description = command.summary  # for zsh, which shows it beside the name
+        yield from _arguments(command)

@@ -16,12 +16,12 @@ from typing import IO, TYPE_CHECKING, Any
 from txl.commands.arguments import check_output_file, existing_run, standard_input, tested_lengths
 from txl.commands.options import add_checkpoint, add_data_dir, add_json, add_memory_options
 from txl.commands.output import output, print_json, progress_bar, say
+from txl.commands.parser import Commands, Parser
 from txl.config.values import from_plain
 from txl.errors import UserError
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.compression.files import CodingModel, DynamicRecipe, Sizes
     from txl.data.prepared import Tokens
 
@@ -29,7 +29,7 @@ _LEARNING_RATE = 0.03
 """Learning rate of sgd for a run whose log has no dynamic evaluation."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add both commands to the command line."""
     parser = commands.add_parser(
         "compress",
@@ -81,7 +81,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.set_defaults(run=run_decompress)
 
 
-def _add_ends(parser: argparse.ArgumentParser) -> None:
+def _add_ends(parser: Parser) -> None:
     parser.add_argument(
         "-o",
         "--out",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from txl.commands.parser import Group, Parser
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
@@ -22,15 +22,15 @@ from txl.config import (
     shown,
     with_options,
 )
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 
 def add_config_options(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     sections: tuple[str, ...],
     help_of: str = "",
     short: Sequence[str] = (),
-    first: argparse._ArgumentGroup | None = None,
+    first: Group | None = None,
     help_fields: Collection[str] = (),
     omitted: Collection[str] = (),
 ) -> None:
@@ -49,24 +49,22 @@ def add_config_options(
         help_fields: fields of the model that the help shows; empty: all of the family.
         omitted: fields without an option.
     """
-    groups: dict[str, Any] = {}
+    groups: dict[str, Group] = {}
     for option in sorted(options(), key=lambda each: _place(each.name, short)):
         section, _, field = option.name.partition(".")
         if section not in sections or option.name in omitted:
             continue
         title = f"{section}.*, {option.owner.title}" if option.owner else _TITLES[section]
-        is_free = field not in {action.dest for action in parser._actions}
-        spellings = [option.name, *([field] if option.name in short or (section == "data" and is_free) else [])]
-        flags = [f"--{name.replace('_', '-')}" for name in reversed(spellings)]
-        flags += [f"--{option.name}"] if "_" in option.name else []
-        switch: dict[str, Any] = (
-            {"nargs": "?", "const": "true"} if option.hint is bool else {}
-        )  # --model.pre-norm alone switches it on
+        is_free = field not in {action.dest for action in parser.arguments}
+        has_short_form = option.name in short or (section == "data" and is_free)
+        names = [field, option.name] if has_short_form else [option.name]
+        # --model.pre-norm alone switches it on.
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if option.hint is bool else {}
         group = first if option.name in short else groups.get(title)
         if group is None:
-            group = groups[title] = parser.add_argument_group(title)
+            group = groups[title] = parser.group(title)
         group.add_argument(
-            *flags,
+            *(f"--{name.replace('_', '-')}" for name in names),
             dest=option.name,
             metavar=placeholder(option.hint),
             default=argparse.SUPPRESS,
@@ -74,9 +72,9 @@ def add_config_options(
             **switch,
         )
     if "model" in sections:
-        has_preset = any(action.dest == "preset" and not action.option_strings for action in parser._actions)
-        told = "show this help, with the values of PRESET" if has_preset else "show this help"
-        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, fields=help_fields, help=told)
+        has_preset = any(action.dest == "preset" for action in parser.arguments)
+        about = "show this help, with the values of PRESET" if has_preset else "show this help"
+        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, fields=help_fields, help=about)
 
 
 _TITLES = {
@@ -118,7 +116,8 @@ class _Help(argparse.Action):
                 family = family or chosen_family(of_model, config.model)
                 values_of_preset = {key: value for key, _, _, value in leaf_fields(with_options(config, given))}
         listed = self.fields or (family.__dataclass_fields__ if family is not None else ())
-        for action in parser._actions:
+        assert isinstance(parser, Parser)
+        for action in parser.arguments:
             section, _, field = action.dest.partition(".")
             if section == "model" and listed and field not in listed:
                 action.help = argparse.SUPPRESS
@@ -135,9 +134,10 @@ def base_config(name: str) -> RunConfig:
 
     if name in presets() or not (Path(name) / "config.json").is_file():
         if name not in presets() and Path(name).is_file():
-            raise UserError(f"{name} is a file, not a preset; give a text with --data.corpus {shlex.quote(name)}")
+            remedy = ("give a text with ", Field("data.corpus", name))
+            raise UserError("a file, not a preset", value=name, remedy=remedy)
         if os.sep in name:
-            raise UserError(f"{name} is neither a preset nor a run directory (it has no config.json)")
+            raise UserError("neither a preset nor a run directory (it has no config.json)", value=name)
         return preset(name)
     from txl.runs.directory import RunDirectory
 

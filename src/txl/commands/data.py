@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import textwrap
-from typing import TYPE_CHECKING
 
 from txl.commands.config_options import add_config_options, config_options, data_config
 from txl.commands.options import add_data_dir, add_json
 from txl.commands.output import print_json
+from txl.commands.parser import Commands
 from txl.config import DataConfig, RunConfig, validate
-
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
 
 _WIDTH = 80
 """Characters per line that fit into any terminal."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command and its three actions to the command line."""
     parser = commands.add_parser(
         "data",
@@ -26,7 +23,7 @@ def add_parser(commands: Subparsers) -> None:
         example="txl data info my.txt --unit word",
         description="Prepare a corpus, or show what is known of one. txl train prepares its text by itself.",
     )
-    actions = parser.add_subparsers(dest="action", metavar="prepare|info|list", required=True)
+    actions = parser.add_commands("action", "prepare|info|list")
     for action, what, example in (
         ("prepare", "cut a text into tokens, once", "txl data prepare wikitext-103"),
         ("info", "show counts and hashes of a corpus; prepare it if need be", "txl data info my.txt --unit word"),

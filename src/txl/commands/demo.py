@@ -7,17 +7,14 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import check_corpus, pick_device, writable_folder
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_data_dir, add_out
 from txl.commands.output import say
+from txl.commands.parser import Commands
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
-
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
 
 _PRESET = "stdlib-bpe"
 _SECONDS, _FIXED, _BESIDE = 300.0, 40.0, 350
@@ -34,7 +31,7 @@ _READ, _WRITTEN = 4, 12
 MARK = "--- the model goes on: ---"
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "demo",
@@ -86,7 +83,9 @@ def run(arguments: argparse.Namespace) -> None:
     measured += ["--dtype", "bfloat16"] if config.train.dtype == "bfloat16" else []
     measured += [] if limit is None else ["--max-tokens", str(limit)]
 
-    parse = arguments.parse
+    from txl.commands.command_line import build_parser
+
+    parse = build_parser().parse_args
     _command(parse, "train", arguments.preset, "--out", out, *options, *data_dir)
     _command(parse, "eval", out, *measured, *data_dir)
     samples = write_samples(Path(out), config, data_dir=arguments.data_dir)

@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
-from txl.commands.arguments import refuse_below_one, run_corpus, run_to_read
+from txl.commands.arguments import run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     BATCH,
     DynamicRequest,
@@ -30,16 +30,16 @@ from txl.commands.evaluation_results import (
 )
 from txl.commands.options import add_dtype, add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
+from txl.commands.parser import Commands
 from txl.config import AdaptationRule
 from txl.errors import UserError
 from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.evaluation.dynamic_tuning import DynamicGain
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "dynamic",
@@ -78,7 +78,6 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Tune dynamic evaluation, measure with and without it, print the results, and add them to the run's log."""
     refuse_tuned_split(arguments)
-    refuse_below_one(arguments, "statistics_batch")
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
     if arguments.tune_tokens is not None and arguments.tune_tokens < 2:

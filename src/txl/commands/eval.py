@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.arguments import pick_device, refuse_below_one, run_corpus, run_to_read
+from txl.commands.arguments import pick_device, run_corpus, run_to_read
 from txl.commands.evaluation_options import (
     DynamicRequest,
     add_cache_options,
@@ -27,14 +27,14 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import add_dtype, add_memory_options, add_run_options, numbers
+from txl.commands.options import add_dtype, add_memory_options, add_run_options, numbers, positive
 from txl.commands.output import print_json, progress_bar, record, say
+from txl.commands.parser import Commands
 from txl.errors import UserError
 from txl.files import reason_of
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.data.prepared import Corpus, Tokens
     from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import GradientStatistics
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from txl.runs.events import Evaluation, Measured
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "eval",
@@ -71,7 +71,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     parser.add_argument(
-        "--sliding", type=int, metavar="L", help="predict each token from the L tokens before it alone; slow"
+        "--sliding", type=positive, metavar="L", help="predict each token from the L tokens before it alone; slow"
     )
     add_dtype(parser)
     add_memory_options(parser)
@@ -138,7 +138,6 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
         raise UserError("--mem-len and --mem-lens were both given; expected one of them")
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
-    refuse_below_one(arguments, "sliding", "dynamic_statistics_batch")
     refuse_with_sliding(arguments)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from txl.commands.arguments import pick_device, tested_lengths
 from txl.commands.config_options import config_options
-from txl.commands.options import named, number_or_all
+from txl.commands.options import number_or_all, positive
 from txl.commands.output import say
+from txl.commands.parser import Options, Parser, typed
 from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
 from txl.errors import UserError
 
@@ -47,7 +48,7 @@ def segments_read(given: int | Literal["all"] | None) -> int | None:
     return SEGMENTS if given is None else None if given == "all" else given
 
 
-def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
+def add_rule_options(parser: Options, prefix: str) -> None:
     """Add the options of dynamic evaluation that `txl eval` and `txl dynamic` share."""
     parser.add_argument(
         f"--{prefix}epsilon", type=float, metavar="X", help="added to a gradient's size (default: 2e-5)"
@@ -64,13 +65,16 @@ def add_rule_options(parser: argparse._ActionsContainer, prefix: str) -> None:
         help=f"number of training segments from which gradient sizes are measured, or all (default: {SEGMENTS})",
     )
     parser.add_argument(
-        f"--{prefix}statistics-batch", type=int, metavar="B", help=f"lanes in each of these segments (default: {BATCH})"
+        f"--{prefix}statistics-batch",
+        type=positive,
+        metavar="B",
+        help=f"lanes in each of these segments (default: {BATCH})",
     )
 
 
-def add_dynamic_options(parser: argparse.ArgumentParser) -> None:
+def add_dynamic_options(parser: Parser) -> None:
     """Add the options of dynamic evaluation, in which the weights adapt to the text."""
-    group = parser.add_argument_group("dynamic evaluation: score a segment, then adapt a copy of the weights to it")
+    group = parser.group("dynamic evaluation: score a segment, then adapt a copy of the weights to it")
     group.add_argument(
         "--dynamic",
         choices=get_args(AdaptationRule),
@@ -172,9 +176,9 @@ def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
         raise UserError(f"--{given[0].replace('_', '-')} was given, but sgd takes no gradient statistics")
 
 
-def add_cache_options(parser: argparse.ArgumentParser) -> None:
+def add_cache_options(parser: Parser) -> None:
     """Add the options of a continuous cache around the model."""
-    group = parser.add_argument_group("continuous cache (txl cache finds the settings)")
+    group = parser.group("continuous cache (txl cache finds the settings)")
     group.add_argument("--cache-size", type=int, metavar="N", help="tokens in the cache")
     group.add_argument("--cache-theta", type=float, metavar="X", help="how strongly it prefers similar contexts")
     group.add_argument("--cache-lambda", type=float, metavar="X", help="its share of the probability, 0 to 1")
@@ -225,7 +229,7 @@ def refuse_tuned_split(arguments: argparse.Namespace) -> None:
         )
 
 
-@named("numbers separated by commas")
+@typed("numbers separated by commas")
 def fractions(text: str) -> list[float]:
     """Return numbers separated by commas."""
     return [float(part) for part in text.split(",")]

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import run_to_read
 from txl.commands.options import add_checkpoint, add_json, add_out
 from txl.commands.output import print_json
-
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
+from txl.commands.parser import Commands
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "export",

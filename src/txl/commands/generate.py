@@ -21,19 +21,19 @@ from txl.commands.options import (
     add_sampling_options,
 )
 from txl.commands.output import print_json, record, say
+from txl.commands.parser import Commands
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 KEPT = 2000
 """Most characters of a text that the run's log keeps."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "generate",
@@ -43,7 +43,7 @@ def add_parser(commands: Subparsers) -> None:
         "run's log keeps its beginning.",
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
-    source = parser.add_mutually_exclusive_group(required=True)
+    source = parser.one_of(required=True)
     source.add_argument("--prompt", metavar="TEXT", help="text to continue, of any length")
     source.add_argument(
         "--prompt-file",

@@ -6,19 +6,15 @@ import argparse
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import check_corpus
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_json, add_out
 from txl.commands.output import print_json
+from txl.commands.parser import Commands
 from txl.config import shown
 from txl.errors import UserError
 from txl.files import check_new_directory
-
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
-
 
 _NOT_IN_SHAPES = (
     *("mem_len", "window", "clamp_len", "pre_norm", "layer_norm_eps", "cutoffs", "div_val"),
@@ -30,7 +26,7 @@ _PRINTED = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "cutoffs", "div
 """Fields of the model that the command prints; config.json has them all."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "import",
@@ -65,7 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
     base.data.corpus = arguments.corpus
     of_model = {name.removeprefix("model."): value for name, value in options.items() if name.startswith("model.")}
     if chosen_family(of_model) is not TransformerXLConfig:
-        raise UserError("only checkpoints of Transformer-XL are imported; leave out the options of other families")
+        problem = "only checkpoints of Transformer-XL are imported"
+        raise UserError(problem, remedy="leave out the options of other families")
     stated = with_options(base, options)
     given = {name.replace("-", "_") for name in of_model}
     given &= {item.name for item in dataclasses.fields(stated.model) if item.init}

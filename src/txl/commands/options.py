@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 from txl.commands.config_options import add_config_options
+from txl.commands.parser import Group, Options, Parser, typed
 from txl.config import whole_number
 
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
-Parse = TypeVar("Parse", bound=Callable[[str], object])
-
-
-def named(name: str) -> Callable[[Parse], Parse]:
-    """Return a decorator that names an option's type for error messages: "expected NAME"."""
-
-    def rename(parse: Parse) -> Parse:
-        parse.__name__ = name
-        return parse
-
-    return rename
-
-
-@named("a path or name")
+@typed("a path or name")
 def not_empty(text: str) -> str:
     """Return a path or name; refuse an empty one, such as an unset variable of the shell."""
     if not text:
@@ -34,12 +18,12 @@ def not_empty(text: str) -> str:
     return text
 
 
-def add_out(parser: argparse._ActionsContainer, metavar: str, help: str, **settings: Any) -> None:
+def add_out(parser: Options, metavar: str, help: str, **settings: Any) -> None:
     """Add the option for the output path of a command."""
     parser.add_argument("-o", "--out", type=not_empty, metavar=metavar, help=help, **settings)
 
 
-def add_data_dir(parser: argparse._ActionsContainer) -> None:
+def add_data_dir(parser: Options) -> None:
     """Add the option for the folder of prepared corpora."""
     parser.add_argument(
         "--data-dir",
@@ -49,18 +33,18 @@ def add_data_dir(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_device(parser: argparse._ActionsContainer) -> None:
+def add_device(parser: Options) -> None:
     """Add the option for the device that the model runs on."""
     parser.add_argument(
         "--device", type=_device, metavar="NAME", help="cpu, cuda, cuda:1 ... (default: a GPU if there is one)"
     )
 
 
+# Device types of PyTorch.
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia", "xla", "meta")
-"""Device types of PyTorch."""
 
 
-@named("cpu, cuda or cuda:1")
+@typed("cpu, cuda or cuda:1")
 def _device(text: str) -> str:
     """Return the name of a device; refuse an unknown device type here, before PyTorch is imported."""
     if not text or (text.partition(":")[0] not in _DEVICES and not entry_points(group="torch.backends")):
@@ -68,14 +52,14 @@ def _device(text: str) -> str:
     return text
 
 
-def add_checkpoint(parser: argparse._ActionsContainer) -> None:
+def add_checkpoint(parser: Options) -> None:
     """Add the option for the checkpoint to load."""
     parser.add_argument(
         "--checkpoint", metavar="WHICH", help="best, latest, or a step's number (default: best, else latest)"
     )
 
 
-def add_dtype(parser: argparse._ActionsContainer) -> None:
+def add_dtype(parser: Options) -> None:
     """Add the option for the number format of an evaluation."""
     parser.add_argument(
         "--dtype",
@@ -85,9 +69,9 @@ def add_dtype(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_memory_options(parser: argparse.ArgumentParser) -> None:
+def add_memory_options(parser: Parser) -> None:
     """Add the options of memory, window and clamp; the defaults are the run's test settings."""
-    group = parser.add_argument_group("memory (default: the run's test settings)")
+    group = parser.group("memory (default: the run's test settings)")
     group.add_argument(
         "--mem-len", type=int, metavar="M", help="positions of memory; without --window, the window is M too"
     )
@@ -99,7 +83,7 @@ def add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_sampling_options(parser: argparse._ActionsContainer) -> argparse._MutuallyExclusiveGroup:
+def add_sampling_options(parser: Parser) -> Group:
     """Add the options for drawing tokens; return the group of `--temperature`, for options that exclude it."""
     parser.add_argument(
         "--top-k",
@@ -111,7 +95,7 @@ def add_sampling_options(parser: argparse._ActionsContainer) -> argparse._Mutual
     parser.add_argument(
         "--top-p", type=float, metavar="P", help="draw from the fewest tokens whose probabilities reach P"
     )
-    temperature = parser.add_mutually_exclusive_group()
+    temperature = parser.one_of()
     temperature.add_argument(
         "--temperature",
         type=float,
@@ -122,12 +106,12 @@ def add_sampling_options(parser: argparse._ActionsContainer) -> argparse._Mutual
     return temperature
 
 
-@named("a whole number or none")
+@typed("a whole number or none")
 def _top_k(text: str) -> int | None:
-    return None if text.lower() == "none" else bounded_int(text)
+    return None if text.lower() == "none" else whole_number(text)
 
 
-def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
+def add_detokenise(parser: Options, default: str) -> None:
     """Add the option for joining the tokenised words of a benchmark into ordinary text."""
     parser.add_argument(
         "--detokenise",
@@ -140,47 +124,43 @@ def add_detokenise(parser: argparse._ActionsContainer, default: str) -> None:
     )
 
 
-def add_json(parser: argparse._ActionsContainer) -> None:
+def add_json(parser: Options) -> None:
     """Add the option for machine-readable output."""
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: Parser) -> None:
     """Add the options of commands that read a run and a corpus: `--data.*`, checkpoint, data folder, device, JSON."""
     add_checkpoint(parser)
     add_device(parser)
     add_json(parser)
-    text = parser.add_argument_group("text (default: the run's own)")
+    text = parser.group("text (default: the run's own)")
     add_config_options(parser, ("data",), short=("data.corpus",), first=text)
     add_data_dir(text)
 
 
-def bounded_int(text: str) -> int:
-    """Return a whole number in the range that all arithmetic represents exactly; `txl.cli` uses this for type `int`.
-
-    Raises:
-        ValueError: if the text is not a whole number.
-        argparse.ArgumentTypeError: if the number is out of range.
-    """
-    try:
-        return whole_number(text)
-    except OverflowError as error:
-        raise argparse.ArgumentTypeError(f"expected {error}") from None
+@typed("1 or more")
+def positive(text: str) -> int:
+    """Return a whole number above 0."""
+    number = whole_number(text)
+    if number < 1:
+        raise ValueError
+    return number
 
 
-@named("a whole number or all")
+@typed("a whole number or all")
 def number_or_all(text: str) -> int | Literal["all"]:
     """Return a whole number, or "all"."""
-    return "all" if text.lower() == "all" else bounded_int(text)
+    return "all" if text.lower() == "all" else whole_number(text)
 
 
-@named("a whole number or none")
+@typed("a whole number or none")
 def limit(text: str) -> int | Literal["none"]:
     """Return a whole number, or "none"."""
-    return "none" if text.lower() == "none" else bounded_int(text)
+    return "none" if text.lower() == "none" else whole_number(text)
 
 
-@named("whole numbers separated by commas")
+@typed("whole numbers separated by commas")
 def numbers(text: str) -> list[int]:
     """Return whole numbers separated by commas."""
-    return [bounded_int(part) for part in text.split(",")]
+    return [whole_number(part) for part in text.split(",")]

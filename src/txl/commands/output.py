@@ -180,7 +180,8 @@ def output(out: str | None, binary: bool = False, like: os.stat_result | None = 
                     yield file
     except OSError as error:
         if error.filename == str(written) or (error.filename is None and is_full(error)):
-            raise UserError(f"--out {out}: cannot be written ({error.strerror}); give another file") from None
+            problem = f"cannot be written ({error.strerror})"
+            raise UserError(problem, field="out", value=out, remedy="give another file") from None
         raise
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from txl.commands.options import add_json
 from txl.commands.output import print_json, print_table
+from txl.commands.parser import Commands
 from txl.files import JsonObject
 
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
 
-
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "presets",

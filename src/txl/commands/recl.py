@@ -10,14 +10,14 @@ from txl.commands.arguments import (
     clamp_setting,
     existing_run,
     pick_device,
-    refuse_below_one,
     run_corpus,
     writable_folder,
 )
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.evaluation_options import fractions
-from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, add_out, limit
+from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, add_out, limit, positive
 from txl.commands.output import print_json, print_table, progress_bar, say
+from txl.commands.parser import Commands
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.files import JsonObject
@@ -25,11 +25,10 @@ from txl.files import JsonObject
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from txl.commands.options import Subparsers
     from txl.runs.directory import RunDirectory
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "recl",
@@ -41,12 +40,14 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
     parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
     parser.add_argument(
-        "--step", type=int, default=64, metavar="N", help="tokens between context lengths (default: 64)"
+        "--step", type=positive, default=64, metavar="N", help="tokens between context lengths (default: 64)"
     )
-    parser.add_argument("--longest", type=int, default=512, metavar="N", help="longest context (default: 512 tokens)")
+    parser.add_argument(
+        "--longest", type=positive, default=512, metavar="N", help="longest context (default: 512 tokens)"
+    )
     parser.add_argument(
         "--targets",
-        type=int,
+        type=positive,
         default=1000,
         metavar="N",
         help="least number of tokens to predict, spread over the split (default: 1000)",
@@ -71,12 +72,14 @@ def add_parser(commands: Subparsers) -> None:
         metavar="W",
         help="keys that a Transformer-XL's token sees, itself included; none: all of the context (default: none)",
     )
-    parser.add_argument("--batch", type=int, default=16, metavar="B", help="contexts read in parallel (default: 16)")
+    parser.add_argument(
+        "--batch", type=positive, default=16, metavar="B", help="contexts read in parallel (default: 16)"
+    )
     add_dtype(parser)
     add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
     add_device(parser)
     add_json(parser)
-    text = parser.add_argument_group("text (default: the runs' own)")
+    text = parser.group("text (default: the runs' own)")
     add_config_options(parser, ("data",), short=("data.corpus",), first=text)
     add_data_dir(text)
     parser.set_defaults(run=run)
@@ -184,7 +187,6 @@ def _described(directory: RunDirectory, clamp: int | Literal["none"], device: st
 
 def _lengths(arguments: argparse.Namespace) -> range:
     """Check the options, and return the context lengths: step, 2 * step, ... up to the longest."""
-    refuse_below_one(arguments, "step", "longest", "targets", "batch")
     from txl.evaluation.effective_context import check_fractions
 
     if arguments.longest < 2 * arguments.step:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import check_output_file, existing_run
 from txl.commands.options import add_data_dir, add_json, add_out
 from txl.commands.output import print_json, say
-
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
+from txl.commands.parser import Commands
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "report",

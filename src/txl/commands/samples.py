@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import (
     convention,
     pick_device,
-    refuse_below_one,
     run_corpus,
     run_to_read,
     tested_lengths,
     writable_folder,
 )
-from txl.commands.options import add_detokenise, add_memory_options, add_out, add_run_options, add_sampling_options
+from txl.commands.options import (
+    add_detokenise,
+    add_memory_options,
+    add_out,
+    add_run_options,
+    add_sampling_options,
+    positive,
+)
 from txl.commands.output import ProgressByPart, print_json, print_table
+from txl.commands.parser import Commands
 from txl.errors import UserError
 
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
 
-
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "samples",
@@ -34,11 +37,11 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     add_out(parser, "DIR", "where samples.html, .md and .json go (default: DIR/samples)")
     parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
-    parser.add_argument("--count", type=int, default=3, metavar="N", help="passages (default: 3)")
-    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens of a passage (default: 512)")
+    parser.add_argument("--count", type=positive, default=3, metavar="N", help="passages (default: 3)")
+    parser.add_argument("--context", type=positive, default=512, metavar="N", help="tokens of a passage (default: 512)")
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=positive,
         default=500,
         metavar="N",
         help="tokens to generate for each (default: 500, as the paper)",
@@ -54,7 +57,6 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate samples, measure them, write the three files, and print the measures."""
-    refuse_below_one(arguments, "count", "context", "max_tokens")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
     from txl.generation.sampling import Sampling

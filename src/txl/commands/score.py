@@ -20,10 +20,10 @@ from txl.commands.arguments import (
 from txl.commands.evaluation_options import add_cache_options, refuse_with_sliding, with_cache
 from txl.commands.options import add_checkpoint, add_device, add_dtype, add_memory_options, add_out
 from txl.commands.output import output, progress_bar, say
+from txl.commands.parser import Commands
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.data.lacking import Lacking
     from txl.evaluation.perplexity import Settings
     from txl.evaluation.surprisal import TextTotals, TokenSurprisal
@@ -33,7 +33,7 @@ _EVERY = 4096
 """Rows between two updates of the progress display."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "score",

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from txl.commands.arguments import pick_device, refuse_below_one, run_to_read, tested_lengths
-from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty
+from txl.commands.arguments import pick_device, run_to_read, tested_lengths
+from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty, positive
 from txl.commands.output import say
+from txl.commands.parser import Commands
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl.config import EvalConfig
     from txl.serving.kept import KeptStreams
     from txl.serving.requests import Limits
@@ -30,7 +30,7 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client", "sse_starlette")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "serve",
@@ -50,7 +50,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     add_checkpoint(parser)
     add_device(parser)
-    access = parser.add_argument_group("who may use it")
+    access = parser.group("who may use it")
     access.add_argument(
         "--api-key", metavar="KEY", help=f"key that clients have to send (default: ${KEY_VARIABLE}, or none)"
     )
@@ -64,18 +64,20 @@ def add_parser(commands: Subparsers) -> None:
         metavar="ORIGIN",
         help="another site whose pages may use it; may be repeated",
     )
-    limits = parser.add_argument_group("limits")
+    limits = parser.group("limits")
     limits.add_argument(
         "--max-streams",
-        type=int,
+        type=positive,
         metavar="N",
         help="texts generated at once (default: 8)",
     )
-    limits.add_argument("--max-queue", type=int, metavar="N", help="texts that wait for a turn (default: 128)")
-    limits.add_argument("--max-kept", type=int, metavar="N", help="streams kept between requests (default: 64)")
-    limits.add_argument("--max-body", type=int, metavar="N", help="bytes of a request (default: 8388608)")
-    limits.add_argument("--max-prompt", type=int, metavar="N", help="tokens of a prompt (default: 1048576)")
-    limits.add_argument("--max-tokens", type=int, metavar="N", help="tokens generated for one text (default: 65536)")
+    limits.add_argument("--max-queue", type=positive, metavar="N", help="texts that wait for a turn (default: 128)")
+    limits.add_argument("--max-kept", type=positive, metavar="N", help="streams kept between requests (default: 64)")
+    limits.add_argument("--max-body", type=positive, metavar="N", help="bytes of a request (default: 8388608)")
+    limits.add_argument("--max-prompt", type=positive, metavar="N", help="tokens of a prompt (default: 1048576)")
+    limits.add_argument(
+        "--max-tokens", type=positive, metavar="N", help="tokens generated for one text (default: 65536)"
+    )
     limits.add_argument(
         "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
@@ -195,7 +197,6 @@ def _check(arguments: argparse.Namespace) -> None:
     """Refuse invalid numbers and keys, before anything is loaded."""
     if not 0 <= arguments.port < 1 << 16:
         raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
-    refuse_below_one(arguments, "max_streams", "max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
     if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
         raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
     if arguments.name is not None and not arguments.name.isprintable():

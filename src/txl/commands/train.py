@@ -6,12 +6,12 @@ import argparse
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from txl.commands.arguments import check_corpus, existing_run, pick_device
 from txl.commands.config_options import add_config_options, base_config, config_options
 from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
+from txl.commands.parser import Commands
 from txl.config import (
     RunConfig,
     TransformerXLConfig,
@@ -22,30 +22,26 @@ from txl.config import (
     validate,
     with_options,
 )
-from txl.errors import UserError
+from txl.config.values import require
+from txl.errors import Field, UserError
 
-if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
-
+# Fields with a short form, which most users set: text, size, steps.
 _SHORT = (
     *("data.corpus", "data.unit", "model.n_layer", "model.d_model", "model.mem_len", "train.steps"),
     *("train.batch_size", "train.segment", "train.learning_rate"),
 )
-"""Fields with a short form, which most users set: text, size, steps."""
-
-
 _MOST_MINUTES = 366 * 24 * 60
-_FAMILY_FIELDS = ("family", "kind", "encoding")
-"""Fields of a model that select its family."""
+# Fields of a model that select its family.
+_FAMILY_FIELDS = ("model.family", "model.kind", "model.encoding")
+# Fields that a choice by minutes excludes, and the reasons.
 _CHOSEN = {
-    "train.steps": "--minutes determines the steps",
-    "train.planned_minutes": "--minutes sets it",
+    "train.steps": "the minutes determine the steps",
+    "train.planned_minutes": "the minutes set it",
     "data.source": "a text of your own is not fetched from anywhere",
 }
-"""Options that --minutes excludes, and the reasons."""
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "train",
@@ -62,7 +58,7 @@ def add_parser(commands: Subparsers) -> None:
         help="a preset (txl presets) or a run directory; leave it out to go on with the run in --out, with --minutes, "
         "or to take the configuration of --init-from",
     )
-    first = parser.add_argument_group("what matters most")
+    first = parser.group("what matters most")
     add_out(first, "DIR", "the run directory; needed unless --dry-run")
     first.add_argument(
         "--minutes",
@@ -70,7 +66,7 @@ def add_parser(commands: Subparsers) -> None:
         metavar="N",
         help="instead of a preset: choose a model that this machine can train on --corpus in N minutes",
     )
-    this_run = parser.add_argument_group("this run")
+    this_run = parser.group("this run")
     this_run.add_argument(
         "--init-from",
         metavar="DIR",
@@ -158,7 +154,7 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     elif preset is not None:
         return base_config(preset)
     elif arguments.init_from is not None and (out is None or not has_checkpoint(out)):
-        return base_config(str(existing_run(arguments.init_from, "--init-from")))
+        return base_config(str(existing_run(arguments.init_from, "init_from")))
     if out is not None and out.config_path.exists():
         stored = out.config()
         if minutes is None and not arguments.fork:
@@ -166,18 +162,15 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         is_same = minutes is None or stored.name == planned_name(minutes)
         begun = has_checkpoint(out) or not stored.is_planned
         if begun and not is_same:
-            raise UserError(
-                f"--out {arguments.out} holds the run {stored.name}, which --minutes {minutes:g} did not choose; leave "
-                f"--minutes out to go on with it, or give another --out"
-            )
+            problem = (f"holds the run {stored.name}, which ", Field("minutes", f"{minutes:g}"), " did not choose")
+            remedy = ("leave ", Field("minutes"), " out to go on with it, or give another directory")
+            raise UserError(problem, field="out", value=arguments.out, remedy=remedy)
         if minutes is None or begun or (is_same and _is_of(stored, config_options(arguments))):
             return stored
         # The stored run has no checkpoint, and was chosen for other minutes, another text or other options.
     if minutes is None:
-        raise UserError(
-            "no preset is named, and --out holds no run; give a PRESET (see txl presets), --minutes N, "
-            "or --init-from DIR"
-        )
+        choices = ("give a PRESET (see txl presets), ", Field("minutes", "N"), " or ", Field("init_from", "DIR"))
+        raise UserError(("no preset is named, and ", Field("out"), " holds no run"), remedy=choices)
     return _chosen(arguments, began)
 
 
@@ -193,25 +186,21 @@ def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
 def _check_minutes(arguments: argparse.Namespace) -> None:
     """Refuse an invalid number of minutes, and options that exclude --minutes."""
     minutes, given = arguments.minutes, config_options(arguments)
-    if not 0 < minutes <= _MOST_MINUTES:
-        raise UserError(f"--minutes is {minutes:g}; expected a number above 0, at most {_MOST_MINUTES:,} (a year)")
-    if arguments.preset is not None:
-        raise UserError(f"--minutes chooses a configuration, and {arguments.preset} is one; leave one of them out")
-    for name, why in _CHOSEN.items():
-        if name in given:
-            raise UserError(f"--{name.replace('_', '-')} and --minutes were both given, but {why}; leave one out")
-    for flag in ("init_from", "fork", "extend"):
-        if getattr(arguments, flag):
-            option = "--" + flag.replace("_", "-")
-            raise UserError(
-                f"{option} and --minutes were both given, but {option} keeps a run's model; give --steps instead"
-            )
+    expected = f"a number above 0, at most {_MOST_MINUTES:,} (a year)"
+    require(0 < minutes <= _MOST_MINUTES, "minutes", minutes, expected)
+    excluded = {"preset": "it names a configuration, and the minutes choose one", **_CHOSEN}
+    excluded |= dict.fromkeys(("init_from", "fork", "extend"), "it keeps a run's model, and the minutes choose one")
+    for name, why in excluded.items():
+        if name in given or getattr(arguments, name, None):
+            raise UserError(why, field=name, remedy=("leave it or ", Field("minutes"), " out"))
     model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
     if chosen_family(model) is not TransformerXLConfig:
-        what = " ".join(f"--model.{name} {model[name]}" for name in _FAMILY_FIELDS if name in model)
-        raise UserError(f"{what}: --minutes supports transformer-xl alone; choose a preset")
+        name = next(name for name in _FAMILY_FIELDS if name in given)
+        supported = ("only transformer-xl is chosen by ", Field("minutes"))
+        raise UserError(supported, field=name, value=given[name], remedy="choose a preset")
     if "data.corpus" not in given:
-        raise UserError("--minutes needs a text; give --data.corpus FILE, a folder, or stdlib")
+        remedy = ("give ", Field("data.corpus", "FILE"), ", a folder, or stdlib")
+        raise UserError("needs a text", field="minutes", remedy=remedy)
 
 
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
@@ -220,11 +209,13 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     from txl.processes import process_count
 
     if process_count() > 1:
-        raise UserError("--minutes measures one process; start the run without torchrun, then go on with it in several")
+        remedy = "start the run without torchrun, then go on with it in several"
+        raise UserError("measures one process", field="minutes", remedy=remedy)
     given = config_options(arguments)
     corpus = given["data.corpus"]
     if corpus in BENCHMARKS:
-        raise UserError(f"--minutes reads a text of your own, or stdlib; {corpus} has presets of its own (txl presets)")
+        problem = "it has presets of its own (txl presets)"
+        raise UserError(problem, field="data.corpus", value=corpus, expected="a text of your own, or stdlib")
     check_corpus(corpus)
     if not arguments.dry_run:  # before the text is prepared and the machine measured
         if arguments.out is None:
@@ -245,7 +236,7 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
 
 
 def _no_out() -> UserError:
-    return UserError("--out is missing; name the directory that the run is written to")
+    return UserError("missing", field="out", remedy="name the directory that the run is written to")
 
 
 def _check_source(arguments: argparse.Namespace) -> None:
@@ -254,16 +245,17 @@ def _check_source(arguments: argparse.Namespace) -> None:
     from txl.training.starting import has_checkpoint
 
     if arguments.fork and arguments.extend:
-        raise UserError(
-            "--fork and --extend were both given; a fork is a new run, with steps of its own: leave one out"
-        )
+        problem = "a fork is a new run, with steps of its own"
+        raise UserError(problem, field="fork", remedy=("leave it or ", Field("extend"), " out"))
     if arguments.fork and arguments.init_from is not None:
-        raise UserError("--fork takes the weights of --out; give it or --init-from, not both")
+        problem = ("takes the weights of ", Field("out"))
+        raise UserError(problem, field="fork", remedy=("leave it or ", Field("init_from"), " out"))
     out = None if arguments.out is None else RunDirectory(arguments.out)
     if arguments.fork and out is not None and not out.config_path.exists():
-        raise UserError(f"--fork: {out.path} holds no run to take the weights of; leave --fork out to start one")
+        problem = f"{out.path} holds no run to take the weights of"
+        raise UserError(problem, field="fork", remedy="leave it out to start one")
     if arguments.init_from is not None and (out is None or not has_checkpoint(out)):
-        RunDirectory(existing_run(arguments.init_from, "--init-from")).config()
+        RunDirectory(existing_run(arguments.init_from, "init_from")).config()
 
 
 def _inherited_size(arguments: argparse.Namespace) -> int | None:

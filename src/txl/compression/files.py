@@ -139,9 +139,9 @@ def compress(
     if dynamic is not None and model is None:
         raise UserError("dynamic evaluation needs a trained model; an online model always learns")
     if dynamic is not None and dynamic.segment < 1:
-        raise UserError(f"segment is {dynamic.segment}; expected 1 token or more")
+        raise UserError(field="segment", value=dynamic.segment, expected="1 token or more")
     if lanes is not None and not 1 <= lanes <= _MOST_LANES:
-        raise UserError(f"lanes is {lanes}; expected 1 to {_MOST_LANES}")
+        raise UserError(field="lanes", value=lanes, expected=f"1 to {_MOST_LANES}")
     block = _ONLINE_BLOCK if online else max(_LEAST_BLOCK, (lanes or _USUAL_LANES) * _LANE_OF_BLOCK)
     text = source.read(block)
     if lanes is None:

@@ -76,10 +76,10 @@ def model_from_dict(values: object) -> ModelConfig:
     select the family. Fields of other families are left out, or refused if their values would make a difference.
     """
     if not isinstance(values, dict):
-        raise UserError(f"configuration model: expected an object, found {values!r}")
+        raise UserError(field="model", value=values, expected="an object")
     unknown = [name for name in values if name not in MODEL_FIELDS]
     if unknown:
-        raise UserError(f"configuration field model.{unknown[0]} is not known to this version")
+        raise UserError("not known to this version", field=f"model.{unknown[0]}")
     given = {name: checked(MODEL_FIELDS[name].hint, value, f"model.{name}") for name, value in values.items()}
     family = chosen_family(given)
     own = [item.name for item in dataclasses.fields(family) if item.init]
@@ -98,7 +98,8 @@ def chosen_family(given: FieldValues, model: ModelConfig | None = None) -> type[
     """
     if "family" in given:
         if given["family"] not in MODEL_FAMILIES:
-            raise UserError(f"model.family is {given['family']!r}; expected one of {', '.join(MODEL_FAMILIES)}")
+            expected = f"one of {', '.join(MODEL_FAMILIES)}"
+            raise UserError(field="model.family", value=given["family"], expected=expected)
         return MODEL_FAMILIES[given["family"]]
     if given.get("kind", getattr(model, "kind", "transformer")) != "transformer":
         return RecurrentConfig

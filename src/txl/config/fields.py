@@ -113,8 +113,7 @@ def parsed_options(given: dict[str, str]) -> FieldValues:
     for option, text in given.items():
         name = option.replace("-", "_")
         if name not in types_of:
-            known = [f"--{each.replace('_', '-')}" for each in types_of]
-            hint = did_you_mean(f"--{name.replace('_', '-')}", known, cutoff=0.5)
-            raise UserError(f"unknown option --{option}" + (f"; {hint}" if hint else ""))
-        values[name] = parse_value(types_of[name], text, f"--{name.replace('_', '-')}")
+            hint = did_you_mean(name, types_of, cutoff=0.5)
+            raise UserError("no such field of the configuration", field=name, remedy=hint or "")
+        values[name] = parse_value(types_of[name], text, name)
     return values

@@ -26,7 +26,7 @@ from txl.config.values import (
     shown,
     unknown_field,
 )
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
 """Encodings of positions: the first two for Transformer-XL, the others for Transformers without memory."""
@@ -274,7 +274,10 @@ class ModelConfig(ABC):
             )
         if train.reset_memory and not self.constant_state and not self.mem_len:
             raise UserError(
-                f"train.reset_memory is {train.reset_memory}, but this model has no memory; add --train.reset-memory 0"
+                "this model has no memory",
+                field="train.reset_memory",
+                value=train.reset_memory,
+                remedy=("set ", Field("train.reset_memory", 0)),
             )
         if self.no_memory:
             self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")

@@ -56,7 +56,7 @@ def planned_name(minutes: float) -> str:
 
 def validate(run: RunConfig) -> None:
     """Check the rules of a whole configuration, apart from those that depend on the data."""
-    require(run.name.isprintable(), "name", repr(run.name), "a name of printable characters, in one line")
+    require(run.name.isprintable(), "name", run.name, "a name of printable characters, in one line")
     for section in (run.model, run.train, run.data, run.eval):
         section.validate()
     run.model.validate_use(run.train, run.eval)

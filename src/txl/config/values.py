@@ -126,14 +126,14 @@ def from_plain(
         readers: functions that build the value of a field from JSON, by the type of the field.
     """
     if not isinstance(values, dict):
-        raise UserError(f"configuration {prefix.rstrip('.') or 'file'}: expected an object, found {values!r}")
+        raise UserError(field=prefix.rstrip(".") or "configuration", value=values, expected="an object")
     hints = hints_of(cls)
     unknown = [name for name in values if name not in hints]
     if unknown:
-        raise UserError(f"configuration field {prefix}{unknown[0]} is not known to this version")
+        raise UserError("not known to this version", field=f"{prefix}{unknown[0]}")
     for each in dataclasses.fields(typing.cast(type[Any], cls)):
         if each.name not in values and each.default is each.default_factory is dataclasses.MISSING:
-            raise UserError(f"configuration field {prefix}{each.name} is missing")
+            raise UserError("missing", field=f"{prefix}{each.name}")
     arguments = {}
     for name, value in values.items():
         hint = hints[name]
@@ -175,9 +175,9 @@ def parse_value(expected: TypeHint, text: str, name: str) -> Any:
             return choices[choices.index(text)]
         return whole_number(text) if expected is int else typing.cast(type[Any], expected)(text)
     except OverflowError as error:
-        raise UserError(f"{name} is {text!r}; expected {error}") from None
+        raise UserError(field=name, value=text, expected=str(error)) from None
     except (ValueError, KeyError):
-        raise UserError(f"{name} is {text!r}; expected {_described(expected)}{or_none}") from None
+        raise UserError(field=name, value=text, expected=_described(expected) + or_none) from None
 
 
 def choices_of(hint: TypeHint) -> tuple[str, ...]:
@@ -188,19 +188,19 @@ def choices_of(hint: TypeHint) -> tuple[str, ...]:
 
 def placeholder(hint: TypeHint) -> str:
     """Return the placeholder of a value in help texts: the choices if they are short, else a word for the type."""
-    expected, choices = _without_none(hint), "|".join(choices_of(hint))
-    none = "|none" if _allows_none(hint) else ""
-    if choices:
-        return choices + none if len(choices) <= 24 else "NAME"
+    expected, none = _without_none(hint), "|none" if _allows_none(hint) else ""
+    if choices := choices_of(hint):
+        words = "|".join(choices) + none
+        return words if len(words) <= 24 else "NAME"
     if typing.get_origin(expected) is tuple:
         return "N,N,..."
     return {int: "N", float: "X", bool: f"true|false{none}", str: "TEXT"}[expected]
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Refuse a value that breaks a rule."""
+    """Refuse a value that breaks a rule, see `TxlError`."""
     if not holds:
-        raise UserError(f"{name} is {value}; expected {expected}")
+        raise UserError(field=name, value=value, expected=expected)
 
 
 def shown(value: object) -> str:
@@ -217,7 +217,7 @@ def checked(hint: TypeHint, value: object, name: str) -> Any:
     expected = _without_none(hint)
     items = value if isinstance(value, (list, tuple)) else (value,)
     if expected is not float and any(type(item) is int and abs(item) > LARGEST for item in items):
-        raise UserError(f"configuration field {name} is {value!r}; expected {_IN_RANGE}")
+        raise UserError(field=name, value=value, expected=_IN_RANGE)
     if typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
         if all(type(item) is int for item in value):
             return tuple(value)
@@ -228,10 +228,10 @@ def checked(hint: TypeHint, value: object, name: str) -> Any:
         try:
             return float(value)
         except OverflowError:
-            raise UserError(f"configuration field {name} is too large; expected {_described(expected)}") from None
+            raise UserError("too large", field=name, expected=_described(expected)) from None
     elif type(value) is expected:
         return value
-    raise UserError(f"configuration field {name} is {value!r}; expected {_described(expected)}")
+    raise UserError(field=name, value=value, expected=_described(expected))
 
 
 def _allows_none(hint: TypeHint) -> bool:

@@ -176,7 +176,7 @@ def _with_unit(name: str, unit: str | None, config: DataConfig | None, vocabular
     if vocabulary is not None:
         unit = vocabulary.kind
     if unit not in get_args(Unit):
-        raise UserError(f"unit is {unit!r}; expected one of {', '.join(get_args(Unit))}")
+        raise UserError(field="unit", value=unit, expected=f"one of {', '.join(get_args(Unit))}")
     return dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
 
 
@@ -236,7 +236,7 @@ def data_directory(data_dir: str | Path | None) -> Path:
     chosen = data_dir or os.environ.get("TXL_DATA")
     if chosen:
         folder = Path(os.path.expanduser(chosen))
-        refuse_file(folder, f"{'--data-dir' if data_dir else 'TXL_DATA'} {chosen}", "a folder")
+        refuse_file(folder, "data_dir" if data_dir else "TXL_DATA", "a folder")
         return folder
     try:
         return usable_cache(Path(platformdirs.user_cache_dir("transformer-xl")))

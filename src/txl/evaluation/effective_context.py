@@ -153,9 +153,9 @@ def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
 def check_fractions(r: float, threshold: float) -> None:
     """Refuse a fraction r or a threshold that is out of range."""
     if not 0 < r <= 1:
-        raise UserError(f"r is {r}; expected a fraction above 0 and at most 1")
+        raise UserError(field="r", value=r, expected="a fraction above 0 and at most 1")
     if not 0 <= threshold < 1:
-        raise UserError(f"threshold is {threshold}; expected a relative gain from 0 up to but not including 1")
+        raise UserError(field="threshold", value=threshold, expected="a relative gain from 0 up to but not including 1")
 
 
 def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:

@@ -115,7 +115,7 @@ class Lanes:
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
         """Divide a stream of `n_token` tokens into lanes."""
         if batch_size < 1:
-            raise UserError(f"batch is {batch_size}; expected 1 lane or more")
+            raise UserError(field="batch", value=batch_size, expected="1 lane or more")
         if n_token // batch_size < 2:
             raise UserError(
                 f"{n_token} tokens in {batch_size} lanes leave {n_token // batch_size} a lane; a lane needs 2 "
@@ -266,12 +266,12 @@ def checked_ids(
 ) -> np.ndarray:
     """Return the first `max_tokens` ids of `tokens`, one-dimensional, after checking the settings of an evaluation."""
     if segment < 1:
-        raise UserError(f"segment is {segment}; expected 1 token or more")
+        raise UserError(field="segment", value=segment, expected="1 token or more")
     if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+        raise UserError(field="dtype", value=dtype, expected="float32 or bfloat16")
     validate_temperature(temperature)
     if max_tokens is not None and max_tokens < 2:
-        raise UserError(f"max_tokens is {max_tokens}; expected 2 tokens or more")
+        raise UserError(field="max_tokens", value=max_tokens, expected="2 tokens or more")
     ids = np.asarray(tokens)
     if ids.ndim != 1:
         raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")

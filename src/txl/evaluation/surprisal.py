@@ -120,7 +120,7 @@ def surprisals(
         if length is not None and length < 1:
             raise UserError(f"{name} is {length}; expected 1 token or more")
     if dtype not in ("float32", "bfloat16"):
-        raise UserError(f"dtype is {dtype!r}; expected float32 or bfloat16")
+        raise UserError(field="dtype", value=dtype, expected="float32 or bfloat16")
     validate_temperature(temperature)
     if model.context is not None and (sliding or segment) > model.context:
         raise UserError(

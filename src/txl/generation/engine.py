@@ -98,9 +98,9 @@ class DecodeEngine:
         if not decodes(model):
             raise UserError(f"the model is a {type(model).__name__}; the decode engine needs a Transformer-XL")
         if max_streams < 1:
-            raise UserError(f"max_streams is {max_streams}; expected 1 or more")
+            raise UserError(field="max_streams", value=max_streams, expected="1 or more")
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
-            raise UserError(f"dtype is {dtype}; expected torch.float32, torch.bfloat16 or torch.float64")
+            raise UserError(field="dtype", value=dtype, expected="torch.float32, torch.bfloat16 or torch.float64")
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
         structure = frozen_structure(model if converted is None else self.model)
@@ -149,7 +149,7 @@ class DecodeEngine:
             forbidden: token ids that are never drawn.
         """
         if not isinstance(sampling, Sampling | None):
-            raise UserError(f"sampling is {sampling!r}; expected a txl.Sampling")
+            raise UserError(field="sampling", value=sampling, expected="a txl.Sampling")
         vocab_size = self.model.vocab_size
         ids = checked_tokens(prompt, vocab_size)
         never = checked_forbidden(forbidden, vocab_size)

@@ -32,14 +32,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and _whole(self.top_k, "top_k") < 1:
-            raise UserError(f"top_k is {self.top_k}; expected 1 or more candidates, or none for the whole vocabulary")
+            raise UserError(
+                field="top_k", value=self.top_k, expected="1 or more candidates, or none for the whole vocabulary"
+            )
         for name in ("top_p", "temperature"):
             if not isinstance(value := getattr(self, name), Real | None):
                 raise UserError(f"{name} is {value!r}; expected a number")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; expected a probability above 0 and at most 1")
+            raise UserError(field="top_p", value=self.top_p, expected="a probability above 0 and at most 1")
         if self.temperature is None or not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; expected 0 (greedy) or a number above it")
+            raise UserError(field="temperature", value=self.temperature, expected="0 (greedy) or a number above it")
 
     def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
         """Draw a token for each lane by its random number in `chances`, in [0, 1); `permitted` must have checked the

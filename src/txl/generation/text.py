@@ -65,9 +65,9 @@ def generate_tokens(
     ids = checked_tokens(prompt, model.vocab_size)
     forbidden = checked_forbidden(forbidden, model.vocab_size)
     if max_tokens < 1:
-        raise UserError(f"max_tokens is {max_tokens}; expected 1 or more")
+        raise UserError(field="max_tokens", value=max_tokens, expected="1 or more")
     if samples < 1:
-        raise UserError(f"samples is {samples}; expected 1 or more")
+        raise UserError(field="samples", value=samples, expected="1 or more")
     first_seed = torch.Generator().seed() if seed is None else checked_seed(seed)
     state = model.init_state(1, mem_len, window, clamp_len)
     if decodes(model):

@@ -134,7 +134,7 @@ class FamilyModel(LanguageModel[StateT]):
     ) -> StateT:
         """Return empty memory; see `LanguageModel.init_state`."""
         if batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected 1 lane or more")
+            raise UserError(field="batch_size", value=batch_size, expected="1 lane or more")
         return self.empty_state(batch_size, self.config.lengths(mem_len, window, clamp_len))
 
     @abstractmethod

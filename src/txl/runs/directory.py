@@ -206,7 +206,7 @@ class RunDirectory:
         elif which.isascii() and which.isdecimal():
             found = self.checkpoints / checkpoint_name(int(which))
         else:
-            raise UserError(f"checkpoint is {which!r}; expected best, latest or the number of a step")
+            raise UserError(field="checkpoint", value=which, expected="best, latest or the number of a step")
         if found is None or not found.is_dir():
             raise UserError(self._no_checkpoint(which))
         return found

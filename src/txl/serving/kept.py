@@ -202,7 +202,7 @@ class KeptStreams:
             _logger.error("%s: the stream could not be written (%s)", self._path(stream), reason_of(error))
 
     def _open(self, folder: Path) -> None:
-        refuse_file(folder, f"--streams {folder}", "a folder")
+        refuse_file(folder, "streams", "a folder")
         try:
             folder.mkdir(0o700, parents=True, exist_ok=True)  # the streams hold what clients read
             self._lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed when the server stops)

@@ -35,7 +35,7 @@ _LISTED = 6
 def make_directory(path: Path) -> list[Path]:
     """Create a directory with its parents, and return the folders that were missing, innermost first."""
     check_utf8(path)
-    refuse_file(path, f"--out {path}")
+    refuse_file(path, "out")
     missing = [each for each in (path, *path.parents) if not each.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -9,19 +9,19 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from txl.commands.arguments import pick_device, refuse_below_one
+from txl.commands.arguments import pick_device
 from txl.commands.config_options import add_config_options, base_config, config_options
-from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, numbers
+from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, numbers, positive
 from txl.commands.output import print_json, say
+from txl.commands.parser import Commands, Parser
 from txl.config import RunConfig, validate, with_options
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl_lab.speed.workloads import Speed
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command and its workloads to the command line."""
     parser = commands.add_parser(
         "bench",
@@ -31,7 +31,7 @@ def add_parser(commands: Subparsers) -> None:
         "or find what fits into a given memory.",
     )
     parser.set_defaults(smaller="--vocabulary, model, batch, segment or memory")
-    workloads = parser.add_subparsers(dest="workload", metavar="train|eval|table9|budget", required=True)
+    workloads = parser.add_commands("workload", "train|eval|table9|budget")
     for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
         each = workloads.add_parser(
             workload,
@@ -41,7 +41,7 @@ def add_parser(commands: Subparsers) -> None:
             add_help=False,
         )
         _add_workload(each)
-        each.add_argument("--steps", type=int, default=8, metavar="N", help="steps to time (default: 8)")
+        each.add_argument("--steps", type=positive, default=8, metavar="N", help="steps to time (default: 8)")
         each.add_argument(
             "--dtype",
             choices=("float32", "bfloat16", "both"),
@@ -68,16 +68,20 @@ def add_parser(commands: Subparsers) -> None:
         help="attention lengths (default: the paper's, 800,1800,2800,3800)",
     )
     table.add_argument(
-        "--segment", type=int, default=128, metavar="T", help="tokens that Transformer-XL reads at once (default: 128)"
+        "--segment",
+        type=positive,
+        default=128,
+        metavar="T",
+        help="tokens that Transformer-XL reads at once (default: 128)",
     )
-    table.add_argument("--steps", type=int, default=5, metavar="N", help="windows to time (default: 5)")
+    table.add_argument("--steps", type=positive, default=5, metavar="N", help="windows to time (default: 5)")
     add_dtype(table)
     add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
     _add_budget(workloads)
 
 
-def _add_workload(parser: argparse.ArgumentParser) -> None:
+def _add_workload(parser: Parser) -> None:
     """Add the options shared by the workloads on random tokens."""
     parser.add_argument(
         "preset",
@@ -87,7 +91,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
         help="a configuration by name (default: enwik8-12L)",
     )
     parser.add_argument(
-        "--vocabulary", type=int, default=204, metavar="V", help="tokens of its vocabulary (default: 204)"
+        "--vocabulary", type=positive, default=204, metavar="V", help="tokens of its vocabulary (default: 204)"
     )
     add_device(parser)
     add_json(parser)
@@ -98,7 +102,6 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.presets import preset
     from txl_lab.speed import transformer_xl_of
 
-    refuse_below_one(arguments, "steps")
     if "train.dtype" in config_options(arguments):
         raise UserError("--train.dtype has no effect here; use --dtype float32, bfloat16 or both")
     if "train.compile" in config_options(arguments):
@@ -178,7 +181,6 @@ def run_table9(arguments: argparse.Namespace) -> None:
     from txl.presets import preset
     from txl_lab.speed import transformer_xl_of
 
-    refuse_below_one(arguments, "steps", "segment", "vocabulary")
     if not arguments.lengths or min(arguments.lengths) < 1:
         raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
@@ -213,7 +215,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
         )
 
 
-def _add_budget(workloads: Subparsers) -> None:
+def _add_budget(workloads: Commands) -> None:
     """Add `txl bench budget PRESET --like REFERENCE`: the longest segment that trains in the same memory (Table 10)."""
     parser = workloads.add_parser(
         "budget",
@@ -225,10 +227,12 @@ def _add_budget(workloads: Subparsers) -> None:
     )
     parser.add_argument("preset", metavar="PRESET", help="configuration whose segment is sought, or a run directory")
     parser.add_argument("--like", metavar="PRESET", help="configuration that may use as much memory as it takes")
-    parser.add_argument("--bytes", type=int, metavar="N", help="the memory itself, instead of --like")
-    parser.add_argument("--vocabulary", type=int, metavar="V", help="tokens of the vocabulary (default: the corpus's)")
+    parser.add_argument("--bytes", type=positive, metavar="N", help="the memory itself, instead of --like")
     parser.add_argument(
-        "--at-most", type=int, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
+        "--vocabulary", type=positive, metavar="V", help="tokens of the vocabulary (default: the corpus's)"
+    )
+    parser.add_argument(
+        "--at-most", type=positive, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
     )
     add_data_dir(parser)
     add_device(parser)
@@ -241,7 +245,6 @@ def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
         raise UserError("expected one of --like PRESET and --bytes N: the memory that may be used")
-    refuse_below_one(arguments, "bytes", "vocabulary", "at_most")
     options = config_options(arguments)
     config = _configuration(arguments.preset, options)
     from txl.data.corpora import vocabulary_size

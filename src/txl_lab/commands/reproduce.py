@@ -11,20 +11,20 @@ from txl.commands.arguments import pick_device
 from txl.commands.config_options import add_config_options, config_options
 from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
+from txl.commands.parser import Commands
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, UserError
 
 if TYPE_CHECKING:
-    from txl.commands.options import Subparsers
     from txl_lab.paper.scales import Scale
     from txl_lab.paper.schema import Definition
 
 
-def add_parser(commands: Subparsers) -> None:
+def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
         "reproduce",
-        help="run a table or figure of the paper again, at a scale that you choose",
+        help="run a table or figure of the paper again, at a scale you choose",
         example="txl reproduce table6 --scale tiny --dry-run",
         description="Train and measure every row of a table or figure of the paper again, and write one page with the "
         "results and the paper's numbers. The same command resumes one that was stopped.",
