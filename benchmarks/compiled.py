@@ -20,9 +20,7 @@ from txl.allocator import keep_freed_memory
 from txl.config import RunConfig, with_options
 from txl.minutes.timing import training_workload
 from txl.native.build import compiled_code
-from txl.native.cross_entropy import compiled_cross_entropy
-from txl.native.dropout import compiled_dropout
-from txl.native.rms_norm import compiled_rms_norm
+from txl.native.operations import compiled_cross_entropy, compiled_dropout, compiled_rms_norm
 from txl_lab.speed.workloads import reading_workload, timed_in_pairs
 
 PAIRS = 9

@@ -122,7 +122,6 @@ def rows() -> list[Row]:
         train(4, "enwik8-12L", "shifted", "captured", dtype="float32"),
         train(16, "enwik8-12L", "triton", "captured", dtype="float32"),
         train(4, "enwik8-12L", "triton", "captured", dropout=True),
-        train(4, "enwik8-12L", "factorised", "eager"),
         train(9, "enwik8-12L", "flex", "eager"),
         train(2, "stdlib-bpe", "triton", "eager"),
     ]

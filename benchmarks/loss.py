@@ -17,7 +17,7 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.config import with_options
 from txl.minutes.timing import training_workload
-from txl.native.cross_entropy import compiled_cross_entropy
+from txl.native.operations import compiled_cross_entropy
 from txl_lab.speed.workloads import timed_in_pairs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

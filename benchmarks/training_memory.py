@@ -34,7 +34,6 @@ WARM = 8
 OURS: dict[str, tuple[AttentionName, Literal["float32", "bfloat16"]]] = {
     "shifted": ("shifted", "float32"),
     "shifted, bfloat16": ("shifted", "bfloat16"),
-    "factorised": ("factorised", "float32"),
     "compiled": ("compiled", "float32"),
     "compiled, bfloat16": ("compiled", "bfloat16"),
 }

@@ -28,7 +28,7 @@ from tests.native.test_training_attention import (
 )
 from torch import Tensor
 
-from txl.attention import BACKENDS, attention_backend, reference_attention, triton_attention
+from txl.attention import BACKENDS, Operands, attention_backend, reference_attention, triton_attention
 from txl.errors import UserError
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
@@ -94,9 +94,13 @@ def on(device: str, numbers: list[Tensor]) -> list[Tensor]:
 def errors(device: str, shape: tuple, dtype: torch.dtype) -> dict[str, float]:
     """Return the distances of the output and of every gradient from the reference in float64, by name."""
     numbers, scope, above = operands(shape, dtype)
-    expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), on(device, numbers), above.to(device))
+    expected = exact(
+        lambda leaves: reference_attention(Operands(*leaves), scope), on(device, numbers), above.to(device)
+    )
     found = with_gradients(
-        lambda leaves: triton_attention.kernel_attention(*leaves, scope=scope), on(device, numbers), above.to(device)
+        lambda leaves: triton_attention.kernel_attention(Operands(*leaves), scope),
+        on(device, numbers),
+        above.to(device),
     )
     assert [each.dtype for each in found] == [dtype] * 5 + [torch.float32] * 2
     assert [each.shape for each in found] == [each.shape for each in expected]
@@ -127,9 +131,8 @@ def test_some_of_the_gradients_from_one_that_is_expanded(wanted, device):
 
     def some(attend: Any, numbers: list[Tensor]) -> list[Tensor]:
         leaves = [each.detach().requires_grad_(place in wanted) for place, each in enumerate(numbers)]
-        grads = torch.autograd.grad(
-            attend(*leaves, scope=scope), [leaves[place] for place in wanted], above.to(leaves[0])
-        )
+        output = attend(Operands(*leaves), scope)
+        grads = torch.autograd.grad(output, [leaves[place] for place in wanted], above.to(leaves[0]))
         return list(grads)
 
     expected = some(reference_attention, [each.double() for each in numbers])
@@ -149,7 +152,7 @@ def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, d
     numbers, above = on(device, numbers), above.to(device)
     expected = exact(lambda leaves: masked_reference(leaves, scope, mask), numbers, above)
     found = with_gradients(
-        lambda leaves: triton_attention.kernel_attention(*leaves, scope=scope, dropout=dropout), numbers, above
+        lambda leaves: triton_attention.kernel_attention(Operands(*leaves), scope, dropout=dropout), numbers, above
     )
     for name, our, right in zip(NAMES, found, expected, strict=True):
         assert distance(our, right) < TOLERANCE[dtype], name
@@ -185,7 +188,7 @@ def test_memory_left_by_others_is_not_read(device):
     numbers, above = on(device, numbers), above.to(device)
 
     def ours(leaves: Any) -> Tensor:
-        return triton_attention.kernel_attention(*leaves, scope=scope)
+        return triton_attention.kernel_attention(Operands(*leaves), scope)
 
     before = with_gradients(ours, numbers, above)
     poisoned = [torch.full_like(each, torch.nan) for each in numbers]
@@ -200,7 +203,7 @@ def test_it_is_traced_as_it_runs(device):
     (query, key, value, position, u, v), _, _ = operands((2, 5, 4, 1, 8, None, None), torch.bfloat16)
     numbers = on(device, [query, key, value, position, u, v])
     oldest, seed = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([7], device=device)
-    arguments = (*numbers, oldest, seed, 9, 0.1)
+    arguments = (numbers, oldest, seed, 9, 0.1)
     checks = ("test_schema", "test_faketensor")
     out, lse = triton_attention._attend(*arguments)
     backward = (out, out, lse, *arguments)
@@ -216,7 +219,7 @@ def test_it_is_compiled_without_a_break(device, monkeypatch):
     numbers, above = on(device, numbers), above.to(device)
 
     def ours(leaves: Any) -> Tensor:
-        return triton_attention.triton_attention(*leaves, scope=scope)
+        return triton_attention.triton_attention(Operands(*leaves), scope)
 
     compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
     for one, other in zip(with_gradients(ours, numbers, above), with_gradients(compiled, numbers, above), strict=True):
@@ -271,7 +274,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_segments_without_gradients_go_through_it(device):
     numbers, scope, _ = operands(LARGE["wt103-base"], torch.bfloat16)
-    expected = reference_attention(*(each.double() for each in numbers), scope=scope)
+    expected = reference_attention(Operands(*(each.double() for each in numbers)), scope)
     with torch.no_grad():
-        found = triton_attention.triton_attention(*on(device, numbers), scope=scope)
+        found = triton_attention.triton_attention(Operands(*on(device, numbers)), scope)
     assert distance(found.cpu(), expected) < TOLERANCE[torch.bfloat16]

@@ -222,7 +222,7 @@ def test_generators_of_gpus_are_left_alone_by_a_cpu(monkeypatch):
     assert (seeded, torch.equal(torch.get_rng_state(), before)) == ([], True)
 
 
-@pytest.mark.parametrize("attention", ["auto", "compiled", "factorised"])
+@pytest.mark.parametrize("attention", ["auto", "compiled"])
 def test_transforms_of_functions(attention):
     """Gradients and vectorised calls by torch.func; the model can be copied and trained afterwards."""
     model, given = tiny(attention=attention), tokens(2, 12)
@@ -256,7 +256,7 @@ class Losses(torch.nn.Module):
 @pytest.mark.parametrize(
     "config",
     [
-        TransformerXLConfig(**SHAPE, attention="factorised", dropout=0.0),
+        TransformerXLConfig(**SHAPE, dropout=0.0),
         RecurrentConfig(kind="lstm", n_layer=2, d_model=16),
         RecurrentConfig(kind="qrnn", n_layer=2, d_model=16),
     ],
@@ -292,7 +292,7 @@ def test_no_module_is_called_for_an_empty_memory():
 
 
 def test_threads_read_segments_of_several_lengths():
-    model, got, failed = tiny(attention="factorised"), {}, []
+    model, got, failed = tiny(), {}, []
     lengths = (5, 9, 13)
     expected = {n: read(model, tokens(2, n), model.init_state(2))[0] for n in lengths}
 

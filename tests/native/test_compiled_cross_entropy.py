@@ -17,7 +17,7 @@ from txl.config import TransformerXLConfig
 from txl.models import build_model, cross_entropy
 from txl.models.cross_entropy import linear_cross_entropy
 from txl.native.build import compiled_code, why_not
-from txl.native.cross_entropy import compiled_cross_entropy, serves
+from txl.native.operations import compiled_cross_entropy, serves
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 

@@ -12,7 +12,7 @@ from txl.errors import UserError
 from txl.models import build_model, layers
 from txl.models.layers import Dropout
 from txl.native.build import why_not
-from txl.native.dropout import compiled_dropout
+from txl.native.operations import compiled_dropout
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 

@@ -14,7 +14,7 @@ from txl.config import TransformerXLConfig
 from txl.models import build_model, layers
 from txl.models.layers import HeadNorm
 from txl.native.build import compiled_code, why_not
-from txl.native.rms_norm import compiled_rms_norm
+from txl.native.operations import compiled_rms_norm
 from txl.native.tensors import computes
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")

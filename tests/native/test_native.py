@@ -23,7 +23,7 @@ from txl.models.compiled_step import LayerWeights
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build, compiling
 from txl.native.build import compiled_code, why_not
-from txl.native.few_rows import few_rows
+from txl.native.operations import _product_by, linear
 from txl.processor import cpu_flags
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
@@ -51,9 +51,9 @@ def test_products_of_a_few_rows(dtype, rows, bias, transposed):
             weight = weight.t() if transposed else weight
             offset = torch.randn(n_out).to(dtype) if bias else None
             with torch.no_grad():
-                found = few_rows(x, weight, offset)
+                assert _product_by(x, weight, offset, True) == "library"
+                found = linear(x, weight, offset, keeps_sums=True)
             expected = F.linear(x.double(), weight.double(), None if offset is None else offset.double())
-            assert found is not None
             assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
             tolerance = 1e-13 if dtype == torch.float64 else 2e-6
             torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * n_in)
@@ -62,15 +62,16 @@ def test_products_of_a_few_rows(dtype, rows, bias, transposed):
 @needs_compiler
 def test_what_it_does_not_know_is_pytorch_s():
     weight, row = torch.randn(4, 3), torch.randn(1, 3)
-    assert few_rows(row, weight, None) is None  # gradients are required
+    assert _product_by(row, weight, None, True) == "pytorch"  # gradients are required
     with torch.no_grad():
-        assert few_rows(row, weight, None) is not None
-        assert few_rows(torch.randn(100, 3), weight, None) is None
-        assert few_rows(row.half(), weight.half(), None) is None
+        assert _product_by(row, weight, None, True) == "library"
+        assert _product_by(row, weight, None, False) == "pytorch"
+        assert _product_by(torch.randn(100, 3), weight, None, True) == "pytorch"
+        assert _product_by(row.half(), weight.half(), None, True) == "pytorch"
         with torch.autocast("cpu", torch.bfloat16):
-            assert few_rows(row, weight, None) is None
+            assert _product_by(row, weight, None, True) == "pytorch"
         with compiled_code(False):
-            assert few_rows(row, weight, None) is None
+            assert _product_by(row, weight, None, True) == "halves"
 
 
 def compiled_calls(monkeypatch) -> list[int]:

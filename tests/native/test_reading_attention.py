@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from txl.attention.backends import attention_without_gradients
-from txl.attention.equations import KeyScope, reference_attention
+from txl.attention.equations import KeyScope, Operands, reference_attention
 from txl.attention.shifted import shifted_attention
+from txl.native.attention import FEWEST_QUERIES, reading_attention
 from txl.native.build import compiled_code, library, why_not
-from txl.native.reading_attention import FEWEST_QUERIES, reading_attention
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
@@ -44,18 +44,17 @@ def operands(shape, dtype) -> Any:
 
 
 def fused(*numbers: torch.Tensor, scope: KeyScope) -> torch.Tensor | None:
-    query, key, value, position, u, v = numbers
-    return reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
+    return reading_attention(numbers, scope.window, scope.filled)
 
 
 def test_lanes_whose_memory_a_tensor_describes_are_read_alike():
     query, key, value, position, u, v, scope = operands((2, 9, 8, 2, 5, None, (0, 4)), torch.float32)
-    numbers = (query, key, value, position, u, v)
+    numbers = Operands(query, key, value, position, u, v)
     as_tensor = KeyScope(scope.memory, scope.window, None, torch.tensor(scope.filled))
     with torch.no_grad():
-        expected = reference_attention(*numbers, scope)
-        torch.testing.assert_close(attention_without_gradients(*numbers, scope), expected)
-        torch.testing.assert_close(attention_without_gradients(*numbers, as_tensor), expected)
+        expected = reference_attention(Operands(*numbers), scope)
+        torch.testing.assert_close(attention_without_gradients(numbers, scope), expected)
+        torch.testing.assert_close(attention_without_gradients(numbers, as_tensor), expected)
 
 
 def usable(dtype: torch.dtype) -> bool:
@@ -73,7 +72,7 @@ def test_relative_attention_is_the_reference_s(shape, dtype):
     *numbers, scope = operands(shape, dtype)
     with torch.no_grad():
         found = fused(*numbers, scope=scope)
-        expected = reference_attention(*(each.double() for each in numbers), scope=scope)
+        expected = reference_attention(Operands(*(each.double() for each in numbers)), scope)
     assert found is not None
     assert found.dtype == dtype
     assert found.is_contiguous()
@@ -88,7 +87,7 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
         pytest.skip("this processor does not multiply bfloat16")
     query, key, value = (torch.randn(shape).to(dtype) for _ in range(3))
     with torch.no_grad():
-        found = reading_attention(query, key, value, None, None, None)
+        found = reading_attention((query, key, value))
     q, k, v = (each.double().transpose(1, 2) for each in (query, key, value))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
     assert found is not None
@@ -125,9 +124,8 @@ def test_scores_far_apart_do_not_overflow():
     query, key, value, position, u, v, scope = operands((1, 40, 1100, 2, 16, None, None), torch.float32)
     with torch.no_grad():
         found = fused(query * 1000, key * 10, value, position, u, v, scope=scope)
-        expected = reference_attention(
-            *(x.double() for x in (query * 1000, key * 10, value, position, u, v)), scope=scope
-        )
+        exact = Operands(*(x.double() for x in (query * 1000, key * 10, value, position, u, v)))
+        expected = reference_attention(exact, scope)
     assert found is not None
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-2)  # scores of 1e5 in float32
 
@@ -168,5 +166,5 @@ def test_attention_dropout_is_not_left_out():
     *numbers, scope = operands((1, 16, 5, 1, 16, None, None), torch.float32)
     with torch.no_grad():
         assert not torch.equal(
-            shifted_attention(*numbers, scope=scope, dropout=0.5), shifted_attention(*numbers, scope=scope)
+            shifted_attention(Operands(*numbers), scope, dropout=0.5), shifted_attention(Operands(*numbers), scope)
         )

@@ -10,14 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from txl.attention import BACKENDS, KeyScope, attention_backend, attention_note, reference_attention, shifted_attention
+from txl.attention import (
+    BACKENDS,
+    KeyScope,
+    Operands,
+    attention_backend,
+    attention_note,
+    reference_attention,
+    shifted_attention,
+)
 from txl.attention.backends import compiled_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
+from txl.native import attention as module
 from txl.native import build
-from txl.native import training_attention as module
+from txl.native.attention import training_attention
 from txl.native.build import library, why_not
-from txl.native.training_attention import training_attention
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
@@ -54,7 +62,7 @@ def operands(shape, dtype) -> tuple[list[Tensor], KeyScope, Tensor]:
 
 def ours(numbers: Any, scope: KeyScope, dropout: float = 0.0) -> Tensor:
     filled = None if scope.filled is None else torch.tensor(scope.filled)
-    return training_attention(*numbers, window=scope.window, filled=filled, dropout=dropout)
+    return training_attention(numbers, window=scope.window, filled=filled, dropout=dropout)
 
 
 def with_gradients(attend: Callable[[Any], Tensor], numbers, above) -> list[Tensor]:
@@ -78,9 +86,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_outputs_and_all_gradients_are_the_reference_s(shape, dtype):
     """Errors are at most PyTorch's + 1e-3 (bfloat16) or twice PyTorch's + 1e-6 (float32, recomputed weights)."""
     numbers, scope, above = operands(shape, dtype)
-    expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), numbers, above)
+    expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
-    theirs = with_gradients(lambda leaves: shifted_attention(*leaves, scope=scope), numbers, above)
+    theirs = with_gradients(lambda leaves: shifted_attention(Operands(*leaves), scope), numbers, above)
     assert [each.dtype for each in found] == [dtype] * 5 + [torch.float32] * 2
     for name, our, their, right in zip(NAMES, found, theirs, expected, strict=True):
         assert our.shape == right.shape
@@ -98,11 +106,10 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
     def plain(leaves: Any) -> Tensor:
         query, key, value = leaves
         zeros = query.new_zeros(shape[1:])
-        return reference_attention(query, key, value, zeros, zeros[0], zeros[0], KeyScope(0))
+        return reference_attention(Operands(query, key, value, zeros, zeros[0], zeros[0]), KeyScope(0))
 
     def without(leaves: Any) -> Tensor:
-        query, key, value = leaves
-        return training_attention(query, key, value, None, None, None)
+        return training_attention(leaves)
 
     expected = exact(plain, [query, key, value], above)
     found = with_gradients(without, [query, key, value], above)
@@ -157,7 +164,7 @@ def masked_reference(leaves: list[Tensor], scope: KeyScope, mask: Tensor) -> Ten
     shown = torch.eye(n_key, dtype=query.dtype, device=query.device)[None, :, None].expand(
         len(query), -1, query.shape[2], -1
     )
-    weights = reference_attention(query, key, shown, *others, scope=scope)  # [B,T,H,S]
+    weights = reference_attention(Operands(query, key, shown, *others), scope)  # [B,T,H,S]
     return torch.einsum("bthS,bhtS,bShd->bthd", weights, mask, value)
 
 
@@ -184,12 +191,12 @@ def test_dropout_drops_its_share_and_follows_pytorch_s_generator():
     shares = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
-        kept = training_attention(query, key, value, None, None, None, dropout=0.3)
+        kept = training_attention((query, key, value), dropout=0.3)
         shares.append(kept[0, 0, 0, 0].item() * 0.7)
     assert shares[0] == shares[1] != shares[2]
     assert all(math.isclose(share, 0.7, abs_tol=5 * math.sqrt(0.21 / n)) for share in shares)
     state = torch.get_rng_state()
-    training_attention(query, key, value, None, None, None)
+    training_attention((query, key, value))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -227,7 +234,7 @@ def test_scores_far_apart_do_not_overflow():
     numbers = [numbers[0] * 1000, numbers[1] * 10, *numbers[2:]]
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
     assert all(each.isfinite().all() for each in found)
-    expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), numbers, above)
+    expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     assert distance(found[0], expected[0]) < 1e-2  # scores of 1e5 in float32
 
 
@@ -237,7 +244,7 @@ def test_scores_far_apart_do_not_overflow():
 def test_a_processor_that_does_not_multiply_bfloat16_computes_in_float32(monkeypatch):
     monkeypatch.setattr(module, "_computed_in", lambda dtype: torch.float32)
     numbers, scope, above = operands(SHAPES["narrower than a vector"], torch.bfloat16)
-    expected = exact(lambda leaves: reference_attention(*leaves, scope=scope), numbers, above)
+    expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
     assert [each.dtype for each in found] == [torch.bfloat16] * 5 + [torch.float32] * 2
     assert all(distance(our, right) < 7e-3 for our, right in zip(found, expected, strict=True))
@@ -246,14 +253,14 @@ def test_a_processor_that_does_not_multiply_bfloat16_computes_in_float32(monkeyp
 def test_torch_compile_keeps_it_as_one_operation():
     torch.library.opcheck(
         module._attend,  # pyright: ignore[reportPrivateUsage]
-        (*operands(SHAPES["narrower than a vector"], torch.float32)[0], None, None, None, 0.0),
+        (operands(SHAPES["narrower than a vector"], torch.float32)[0], None, None, None, 0.0),
         test_utils=("test_schema", "test_faketensor"),
     )
     numbers, scope, above = operands(SHAPES["narrower than a vector"], torch.float32)
     traced = torch.compile(
-        lambda leaves: compiled_attention(*leaves, scope=scope) * 2, backend="aot_eager", fullgraph=True
+        lambda leaves: compiled_attention(Operands(*leaves), scope) * 2, backend="aot_eager", fullgraph=True
     )
-    once = with_gradients(lambda leaves: compiled_attention(*leaves, scope=scope) * 2, numbers, above)
+    once = with_gradients(lambda leaves: compiled_attention(Operands(*leaves), scope) * 2, numbers, above)
     assert all(torch.equal(one, other) for one, other in zip(once, with_gradients(traced, numbers, above), strict=True))
 
 
@@ -273,9 +280,9 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     numbers, scope, _ = operands(SHAPES["narrower than a vector"], torch.float32)
     numbers = [each.double().requires_grad_() for each in numbers]
     with pytest.raises(UserError, match=r"cannot train in torch.float64"):
-        compiled_attention(*numbers, scope=scope)
+        compiled_attention(Operands(*numbers), scope)
     with torch.no_grad():
-        BACKENDS["compiled"](*numbers, scope=scope)
+        BACKENDS["compiled"](Operands(*numbers), scope)
     monkeypatch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
     with pytest.raises(UserError, match=r"needs the compiled library \(no C\+\+ compiler found \(c\+\+\)\)"):
         attention_backend(model, "cpu")

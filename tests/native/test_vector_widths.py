@@ -10,15 +10,12 @@ import torch
 import torch.nn.functional as F
 from tests.native.test_training_attention import SHAPES, distance, exact, operands, ours, with_gradients
 
-from txl.attention import reference_attention
+from txl.attention import Operands, reference_attention
 from txl.native import build
 from txl.native.build import why_not
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
-from txl.native.cross_entropy import compiled_cross_entropy
-from txl.native.dropout import compiled_dropout
-from txl.native.few_rows import few_rows
+from txl.native.operations import compiled_cross_entropy, compiled_dropout, compiled_rms_norm, linear
 from txl.native.prebuilt import PROCESSORS
-from txl.native.rms_norm import compiled_rms_norm
 from txl.native.sources import cpp_sources
 from txl.processor import cpu_flags
 
@@ -59,7 +56,7 @@ def other_width(narrow, monkeypatch):
 def test_attention_and_its_gradients_are_the_reference_s(shape, other_width):
     numbers, scope, above = operands(shape, torch.float32)
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
-    wanted = exact(lambda leaves: reference_attention(*leaves, scope=scope), numbers, above)
+    wanted = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     assert max(map(distance, found, wanted)) < 1e-5
     with torch.no_grad():  # the pass that keeps nothing for gradients
         torch.testing.assert_close(ours(numbers, scope), found[0])
@@ -71,8 +68,7 @@ def test_products_of_a_few_rows(lanes, dtype, other_width):
     for n_in, n_out in ((5, 7), (33, 64), (67, 131)):
         x, weight = torch.randn(lanes, n_in).to(dtype), torch.randn(n_out, n_in).to(dtype)
         with torch.no_grad():
-            found = few_rows(x, weight, None)
-        assert found is not None
+            found = linear(x, weight, keeps_sums=True)
         torch.testing.assert_close(found.double(), F.linear(x.double(), weight.double()), rtol=1e-5, atol=1e-5)
 
 

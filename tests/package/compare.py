@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from txl.attention.equations import KeyScope, reference_attention
+from txl.attention.equations import KeyScope, Operands, reference_attention
 from txl.native import build, prebuilt
-from txl.native.few_rows import few_rows
-from txl.native.reading_attention import reading_attention
-from txl.native.training_attention import training_attention
+from txl.native.attention import reading_attention, training_attention
+from txl.native.operations import linear
 
 (kind,) = (each for each in prebuilt.PROCESSORS if each.name == sys.argv[1])
 build.find_prebuilt = lambda folder, sources, flags: folder / prebuilt.library_name(kind, sources)
@@ -31,15 +30,15 @@ assert (torch.bfloat16 in multiplies) == ("bf16" in kind.name)
 for dtype, tolerance in multiplies.items():
     rounded = [each.to(dtype) for each in operands]
     exact = [each.double().requires_grad_() for each in rounded]
-    expected = reference_attention(*exact, scope=scope)
+    expected = reference_attention(Operands(*exact), scope)
     with torch.no_grad():
-        found = reading_attention(*rounded, window=scope.window, filled=scope.filled)
+        found = reading_attention(rounded, window=scope.window, filled=scope.filled)
     assert found is not None
     torch.testing.assert_close(found.double(), expected.detach(), rtol=0, atol=tolerance)
 
     above = torch.randn_like(expected)
     leaves = [each.clone().requires_grad_() for each in rounded]
-    out = training_attention(*leaves, window=scope.window, filled=torch.tensor(scope.filled))
+    out = training_attention(leaves, window=scope.window, filled=torch.tensor(scope.filled))
     for one, other in zip(
         torch.autograd.grad(out, leaves, above.to(out.dtype)), torch.autograd.grad(expected, exact, above), strict=True
     ):
@@ -48,7 +47,6 @@ for dtype, tolerance in multiplies.items():
 for dtype in (torch.float32, torch.float64, torch.bfloat16):
     weight, rows = torch.randn(131, 67).to(dtype), torch.randn(3, 67).to(dtype)
     with torch.no_grad():
-        found = few_rows(rows, weight, None)
-    assert found is not None
+        found = linear(rows, weight, keeps_sums=True)
     torch.testing.assert_close(found.double(), F.linear(rows.double(), weight.double()), rtol=1e-5, atol=1e-4)
 print("the same")

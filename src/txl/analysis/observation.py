@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from txl.attention.equations import KeyScope
+from txl.attention.equations import KeyScope, Operands
 from txl.attention.shifted import masked_scores, padded_positions
 from txl.errors import UserError
 from txl.models.language_model import LanguageModel
@@ -91,18 +91,10 @@ def known_terms(model: LanguageModel) -> str:
 def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Observer) -> Iterator[None]:
     original = attention.attend
 
-    def attend(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position: Tensor,
-        u: Tensor,
-        v: Tensor,
-        scope: KeyScope,
-        dropout: float = 0.0,
-    ) -> Tensor:
+    def attend(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
+        query, key, _, position, u, v = operands
         observer(number, AttentionInputs(query, key, position, u, v, scope))
-        return original(query, key, value, position, u, v, scope, dropout)
+        return original(operands, scope, dropout)
 
     attention.attend = attend
     try:

@@ -4,10 +4,10 @@
 |---|---|---|
 | tests, `model.attention` reference: **the oracle** for all other functions | `reference_attention` | `equations.py` |
 | training, `shifted` (`auto`, except on some GPUs) | `shifted_attention` | `shifted.py` |
-| training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attend_backward.cpp` |
+| training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attention.py` |
 | training and segments on an NVIDIA GPU, `triton` | `triton_attention` | `triton_attention.py`, `triton_kernels.py` |
-| training, `factorised` and `flex` | `SegmentPhases.attend` | `factorised.py` |
-| segments without gradients, CPU with a compiler | `reading_attention` | `native/reading_attention.py`, `attend.cpp` |
+| training on an NVIDIA GPU, `flex` | `SegmentPhases.attend` | `flex.py` |
+| segments without gradients, CPU with a compiler | `reading_attention` | `native/attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
 | one token without gradients on a CPU with a compiler | `read_token` | `models/compiled_step.py`, `decode.cpp` |
 | one token of many streams on a CPU with a compiler | `CompiledStep` | `generation/steps.py`, `decode.cpp` |
@@ -26,7 +26,7 @@ hook or is of another class, all modules are called, and none of the one-token f
 | `shifted_attention` | yes | yes | yes | yes | first | every dtype |
 | `compiled_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
 | `triton_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
-| `SegmentPhases.attend` | yes | no | no | no | first | every dtype; `flex` float32, bfloat16 |
+| `SegmentPhases.attend` | yes | no | no | no | first | float32, bfloat16 |
 | `reading_attention` | yes | yes | no | - | no | float32, bfloat16 |
 | `read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
 | `StaticStep` | yes | yes | no | - | no | every dtype |
@@ -35,7 +35,7 @@ hook or is of another class, all modules are called, and none of the one-token f
 from __future__ import annotations
 
 from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, attention_note
-from txl.attention.equations import KeyScope, reference_attention
+from txl.attention.equations import KeyScope, Operands, reference_attention
 from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 
@@ -44,6 +44,7 @@ __all__ = [
     "AttentionRefused",
     "Backend",
     "KeyScope",
+    "Operands",
     "RelativeAttention",
     "attention_backend",
     "attention_note",

@@ -14,79 +14,52 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.equations import KeyScope, reference_attention
-from txl.attention.factorised import DotProductKernel, FlexKernel, WideKernel
+from txl.attention.equations import KeyScope, Operands, reference_attention
 from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
-from txl.native.reading_attention import reading_attention
+from txl.native.attention import reading_attention, training_attention, why_not_training
 from txl.native.tensors import transforms_are_active
-from txl.native.training_attention import training_attention, why_not_training
 
 
 class RelativeAttention(Protocol):
     """Function that computes attention from projected positions; arguments as in `reference_attention`."""
 
-    def __call__(
-        self,
-        query: Float[Tensor, "B T H D"],
-        key: Float[Tensor, "B S H D"],
-        value: Float[Tensor, "B S H D"],
-        position: Float[Tensor, "S H D"],
-        u: Float[Tensor, "H D"],
-        v: Float[Tensor, "H D"],
-        scope: KeyScope,
-        dropout: float = 0.0,
-    ) -> Float[Tensor, "B T H D"]:
+    def __call__(self, operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
         """Return the attention output of every query."""
         ...
 
 
-def compiled_attention(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
-    position: Float[Tensor, "S H D"] | None,
-    u: Float[Tensor, "H D"] | None,
-    v: Float[Tensor, "H D"] | None,
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
+def compiled_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
     """Compute `reference_attention` in the compiled library, forward and backward, without a matrix of all scores.
 
-    If `position`, `u` and `v` are None, it is plain attention. Requires a CPU, and float32 or bfloat16. There are no
-    second derivatives.
+    Requires a CPU, and float32 or bfloat16. There are no second derivatives.
     """
-    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
-    if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
-        raise AttentionRefused("compiled", reason, "auto")
+    _check_compiled(operands.query)
     filled = scope.filled_tensor
     if scope.filled is not None:
         filled = torch.tensor(scope.filled, device="cpu")
-    return training_attention(query, key, value, position, u, v, window=scope.window, filled=filled, dropout=dropout)
+    return training_attention(operands, window=scope.window, filled=filled, dropout=dropout)
+
+
+def _check_compiled(query: Tensor) -> None:
+    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
+    if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
+        raise AttentionRefused("compiled", reason, "auto")
 
 
 def _compiled_obstacle(device: str, dtype: torch.dtype | None, _: object) -> str | None:
     return why_not_training(device, dtype or torch.float32)
 
 
-def attention_without_gradients(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
-    position: Float[Tensor, "S H D"],
-    u: Float[Tensor, "H D"],
-    v: Float[Tensor, "H D"],
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
+def attention_without_gradients(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
     """Compute `reference_attention` in the compiled library where that is faster, else by `shifted_attention`."""
     read = None
     if scope.filled_tensor is None:  # set in recorded steps on a GPU alone
-        read = reading_attention(query, key, value, position, u, v, scope.window, scope.filled)
-    return shifted_attention(query, key, value, position, u, v, scope, dropout) if read is None else read
+        read = reading_attention(operands, scope.window, scope.filled)
+    return shifted_attention(operands, scope, dropout) if read is None else read
 
 
 def causal_attention(
@@ -103,11 +76,12 @@ def causal_attention(
         dropout: probability with which an attention weight is dropped.
         compiled: True: segments with gradients or dropout are computed in the compiled library.
     """
-    if dropout == 0 and (read := reading_attention(query, key, value, None, None, None)) is not None:
+    if dropout == 0 and (read := reading_attention((query, key, value))) is not None:
         return read
     if compiled and (dropout > 0 or torch.is_grad_enabled()) and not transforms_are_active():
-        return compiled_attention(query, key, value, None, None, None, KeyScope(0), dropout)
-    heads = (each.transpose(1, 2) for each in (query, key, value))
+        _check_compiled(query)
+        return training_attention((query, key, value), dropout=dropout)
+    heads = (rows.transpose(1, 2) for rows in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
 
 
@@ -117,13 +91,14 @@ class Backend:
 
     name: str
     train: RelativeAttention
-    """Function for segments with gradients or dropout; not used in training if `kernel` is set."""
+    """Function for segments with gradients or dropout; not used in training if `factorises`."""
     read: RelativeAttention = attention_without_gradients
     """Function for segments without gradients and dropout."""
     train_reads_on: str | None = None
     """Device type on which `train` replaces `read`."""
-    kernel: Callable[[], WideKernel] | None = None
-    """Constructor of the plain attention in the factorised form, which replaces `train` in training."""
+    factorises: bool = False
+    """True: training computes `SegmentPhases.attend` (flex.py), which needs W_kR itself instead of W_kR R. It has no
+    clamp, no dropout of weights or of R, and R must be the sinusoid, not normalised."""
     compiled_step: bool = False
     """True if single tokens without gradients may pass through all layers in the compiled library at once."""
     devices: tuple[str, ...] | None = None
@@ -133,35 +108,16 @@ class Backend:
     obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
     """Function of device, dtype (None: not known yet) and head width; returns why this machine cannot train with the
     backend, or None if it can. None: every machine can."""
-    any_encoding: bool = True
-    """True if R may be other than the sinusoid."""
-    qk_norm: bool = True
-    """True if W_kR R may be normalised."""
-    clamp_len: bool = True
-    dropatt: bool = True
-    dropout_r: bool = True
-    """True if dropout on R and on W_kR R (`dropout_qkv`) is supported."""
 
-    def __call__(
-        self,
-        query: Float[Tensor, "B T H D"],
-        key: Float[Tensor, "B S H D"],
-        value: Float[Tensor, "B S H D"],
-        position: Float[Tensor, "S H D"],
-        u: Float[Tensor, "H D"],
-        v: Float[Tensor, "H D"],
-        scope: KeyScope,
-        dropout: float = 0.0,
-    ) -> Float[Tensor, "B T H D"]:
+    def __call__(self, operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
         """Return the attention output of every query of a segment, computed by `train` or `read`.
 
         Within transforms of `torch.func`, which the others do not support, `reference_attention` computes.
         """
         if transforms_are_active():
-            return reference_attention(query, key, value, position, u, v, scope, dropout)
-        by_train = dropout > 0 or torch.is_grad_enabled() or query.device.type == self.train_reads_on
-        attend = self.train if by_train else self.read
-        return attend(query, key, value, position, u, v, scope, dropout)
+            return reference_attention(operands, scope, dropout)
+        by_train = dropout > 0 or torch.is_grad_enabled() or operands.query.device.type == self.train_reads_on
+        return (self.train if by_train else self.read)(operands, scope, dropout)
 
     def refusal(
         self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
@@ -173,28 +129,9 @@ class Backend:
             device: device of the training, such as "cpu" or "cuda:1"; None: not known yet.
             dtype: dtype of the matrix products; None: not known yet.
         """
-        why = self._missing(model) or self._misplaced(model, device, dtype)
+        why = (_not_factorised(model) if self.factorises else None) or self._misplaced(model, device, dtype)
         asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
         return None if why is None else AttentionRefused(asked, why)
-
-    def _missing(self, model: TransformerXLConfig) -> str | None:
-        """Return a message on the first unsupported option of the model; None if all are supported."""
-        if not self.any_encoding and model.encoding != "relative":
-            return f"needs the sinusoid R (model.encoding is {model.encoding})"
-        if not self.qk_norm and model.qk_norm:
-            return "has no norm of W_kR R (model.qk_norm is true); set it to false"
-        if not self.clamp_len and model.clamp_len is not None:
-            return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
-        on_r = model.dropout if model.dropout_r is None else model.dropout_r
-        rates = [
-            (self.dropatt, "on attention", "dropatt", model.dropatt),
-            (self.dropout_r, "on R", "dropout_r", on_r),
-            (self.dropout_r, "on W_kR R", "dropout_qkv", model.dropout_qkv),
-        ]
-        for supported, where, name, rate in rates:
-            if rate and not supported:
-                return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
-        return None
 
     def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
         """Return a message on an unsupported device or dtype; None if both are supported."""
@@ -205,9 +142,28 @@ class Backend:
         return self.obstacle(device, dtype, model.d_head) if device and self.obstacle else None
 
 
+def _not_factorised(model: TransformerXLConfig) -> str | None:
+    """Return a message on the first option of a model that the factorised form lacks; None if it has all."""
+    if model.encoding != "relative":
+        return f"needs the sinusoid R (model.encoding is {model.encoding})"
+    if model.qk_norm:
+        return "has no norm of W_kR R (model.qk_norm is true); set it to false"
+    if model.clamp_len is not None:
+        return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
+    rates = [
+        ("on attention", "dropatt", model.dropatt),
+        ("on R", "dropout_r", model.dropout if model.dropout_r is None else model.dropout_r),
+        ("on W_kR R", "dropout_qkv", model.dropout_qkv),
+    ]
+    for where, name, rate in rates:
+        if rate:
+            return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
+    return None
+
+
 BACKENDS = {
-    each.name: each
-    for each in (
+    backend.name: backend
+    for backend in (
         # The equations, one query at a time.
         Backend("reference", reference_attention, reference_attention),
         # One product for all distances, read through a shifted view.
@@ -231,59 +187,35 @@ BACKENDS = {
             dtypes=(torch.float32, torch.bfloat16),
             obstacle=why_not_triton,
         ),
-        # Plain fused attention over wider heads, by `scaled_dot_product_attention` or by FlexAttention.
-        Backend(
-            "factorised",
-            shifted_attention,
-            kernel=DotProductKernel,
-            any_encoding=False,
-            qk_norm=False,
-            clamp_len=False,
-            dropatt=False,
-            dropout_r=False,
-        ),
-        Backend(
-            "flex",
-            shifted_attention,
-            kernel=FlexKernel,
-            devices=("cuda",),
-            dtypes=(torch.float32, torch.bfloat16),
-            any_encoding=False,
-            qk_norm=False,
-            clamp_len=False,
-            dropatt=False,
-            dropout_r=False,
-        ),
+        # Plain fused attention over wider heads, by FlexAttention.
+        Backend("flex", shifted_attention, factorises=True, devices=("cuda",), dtypes=(torch.float32, torch.bfloat16)),
     )
 }
-_CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted")}
-"""Backends that `auto` and `fastest` try in turn, after the one in `FASTEST_ON`, if any. `shifted` supports every model
-on every device, and most recorded models were trained with it. Only backends that were measured to be faster may
-precede it."""
-FASTEST_ON: dict[tuple[str, torch.dtype], str] = {
+
+# Backends that are tried in turn, after the one in `FASTEST_CAPTURED`, if any. `shifted` supports every model on every
+# device, and most recorded models were trained with it. Only backends that were measured to be faster may precede it.
+# `factorised` was a backend that no measurement found to be the fastest anywhere; configurations may still name it.
+_CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted"), "factorised": ("shifted",)}
+
+# Fastest backend in a recorded measurement of captured training steps, by CUDA's name of the GPU and the dtype of the
+# matrix products (results/gpu-nvidia-h200.json). Steps that are not captured wait for the launch of each kernel, and
+# there the same measurement found `shifted` faster (wt103-base: 93,384 tokens/s beside 72,038 with `triton`).
+FASTEST_CAPTURED: dict[tuple[str, torch.dtype], str] = {
     ("NVIDIA H200", torch.bfloat16): "triton",
     ("NVIDIA H200", torch.float32): "shifted",
 }
-"""Fastest backend in a recorded measurement of captured training steps, by CUDA's name of the GPU and the dtype of the
-matrix products (results/gpu-nvidia-h200.json). `auto` takes it too."""
 
 
 def _gpu(device: str | None) -> str | None:
     """Return the name of an NVIDIA GPU of this machine; None for any other device."""
-    found = torch.device(device or "cpu")
-    if found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
+    place = torch.device(device or "cpu")
+    if place.type != "cuda" or (place.index or 0) >= torch.cuda.device_count():
         return None
-    return torch.cuda.get_device_name(found)
-
-
-def _measured(device: str | None, dtype: torch.dtype | None) -> str | None:
-    """Return the backend that was measured to be the fastest; None if none was."""
-    gpu = _gpu(device)
-    return None if gpu is None or dtype is None else FASTEST_ON.get((gpu, dtype))
+    return torch.cuda.get_device_name(place)
 
 
 def attention_backend(
-    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
+    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None, captured: bool = False
 ) -> Backend:
     """Return the backend of a configuration; for "auto" and "fastest", the first candidate that supports the model.
 
@@ -291,11 +223,13 @@ def attention_backend(
         model: model configuration.
         device: device that the model will train on; None: not known yet.
         dtype: dtype of the matrix products in training; None: not known yet.
+        captured: True if training steps are recorded as CUDA graphs (`train.capture`).
     """
     if model.attention in _CHOICES:
-        names = (_measured(device, dtype), *_CHOICES[model.attention])
-        candidates = [BACKENDS[name] for name in names if name is not None]
-        return next(each for each in candidates if each.refusal(model, device or "cpu") is None)
+        names = list(_CHOICES[model.attention])
+        if captured and dtype is not None and (fastest := FASTEST_CAPTURED.get((_gpu(device) or "", dtype))):
+            names.insert(0, fastest)
+        return next(BACKENDS[name] for name in names if BACKENDS[name].refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join([*_CHOICES, *BACKENDS])
         raise UserError(f"model.attention is {model.attention!r}; expected one of {names}")
@@ -315,8 +249,10 @@ def attention_note(
     """
     if model.attention not in _CHOICES:
         return None
+    if model.attention == "factorised":
+        return "model.attention factorised exists no more; auto is used"
     gpu = _gpu(device)
-    if gpu is not None and dtype in (torch.float32, torch.bfloat16) and _measured(device, dtype) is None:
+    if gpu is not None and dtype in (torch.float32, torch.bfloat16) and (gpu, dtype) not in FASTEST_CAPTURED:
         chosen = attention_backend(model, device, dtype).name
         return (
             f"no attention backend was timed in {str(dtype)[6:]} on {gpu}; {chosen} is used, --model.attention triton "

@@ -1,6 +1,6 @@
 """Relative attention as written in Section 3.3 of the paper, one query at a time. Slow and simple: the test oracle.
 
-The module also defines the sinusoid R, and the rule of which keys a query sees.
+The module also defines the operands of every attention function, the sinusoid R, and which keys a query sees.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +36,9 @@ def sinusoid(distances: Num[Tensor, " S"], d_model: int, dtype: torch.dtype) -> 
     w_k = 10000^(-2k/E). All sines precede all cosines, as in the authors' code. For float32 models R is computed in
     float32, also as in the authors' code, so that weights trained there are used with the same R to the last bit.
     """
-    compute = torch.float64 if dtype == torch.float64 else torch.float32
-    exponents = torch.arange(0, d_model, 2, device=distances.device, dtype=compute) / d_model
-    angles = torch.outer(distances.to(compute), 1.0 / (10000.0**exponents))
+    compute = torch.float64 if dtype == torch.float64 else torch.float32  # never bfloat16: 257 would round to 256
+    exponents = torch.arange(0, d_model, 2, device=distances.device, dtype=compute) / d_model  # 2k/E
+    angles = torch.outer(distances.to(compute), 1.0 / (10000.0**exponents))  # d w_k, [S,E/2]
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
 
 
@@ -90,6 +91,20 @@ class KeyScope:
         return mask if oldest is None else mask & (key >= oldest[:, None, None])
 
 
+class Operands(NamedTuple):
+    """Projections of one layer for one segment, from which every function here computes attention.
+
+    Memory comes first among keys and values. `value` may have another width than `key`.
+    """
+
+    query: Float[Tensor, "B T H D"]  # q_i = W_q h_i
+    key: Float[Tensor, "B S H D"]  # k_j = W_{k,E} h_j, with h_j from SG(m) for the first M
+    value: Float[Tensor, "B S H D"]  # W_v h_j
+    position: Float[Tensor, "S H D"]  # W_{k,R} R_d, farthest distance first: row S-1-d belongs to distance d
+    u: Float[Tensor, "H D"]  # global content bias
+    v: Float[Tensor, "H D"]  # global position bias
+
+
 @dataclass(frozen=True)
 class ScoreTerms:
     """The four terms of A^rel for one query, before the scale 1/sqrt(D)."""
@@ -131,26 +146,15 @@ def score_terms(
     )
 
 
-def reference_attention(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H Dv"],
-    position: Float[Tensor, "S H D"],
-    u: Float[Tensor, "H D"],
-    v: Float[Tensor, "H D"],
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H Dv"]:
+def reference_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H Dv"]:
     """Compute a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i.
 
     Args:
-        query: queries q_i of the segment.
-        key, value: keys and values of memory and segment, memory first.
-        position: W_kR R_d, farthest distance first: row S-1-d belongs to distance d.
-        u, v: global biases.
+        operands: queries of the segment, keys, values and positions of memory and segment.
         scope: rule of which keys a query sees.
         dropout: probability with which an attention weight is dropped.
     """
+    query, key, value, position, u, v = operands
     n_query, n_key = query.shape[1], key.shape[1]
     mask = scope.mask(n_query, query.device).expand(query.shape[0], n_query, n_key)
     outputs = []

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from txl.attention.equations import KeyScope
+from txl.attention.equations import KeyScope, Operands
 
 
 def shifted_view(buffer: Float[Tensor, "H BT W"], n_lane: int, n_query: int) -> Float[Tensor, "HB T S"]:
@@ -62,9 +62,11 @@ def masked_scores(
     query_v = query_v.reshape(n_head, n_lane * n_query, query_v.shape[-1])
     buffer = torch.bmm(query_v, position.transpose(1, 2))  # terms (b) and (d)
     rows = buffer.view(n_head, n_lane, n_query, n_key + 1)
+    # Row i uses columns T-i and above; the others become the future keys of the view (the page attention.md draws it).
     column = torch.arange(n_query, device=buffer.device)
     rows[..., :n_query].masked_fill_(column < n_query - column[:, None], -math.inf)
     if scope.window is not None and scope.window < n_key:
+        # A window limits the distance, and columns are distances: the far ones are the same for all queries.
         buffer[:, :, : n_key + 1 - scope.window] = -math.inf
 
     scores = torch.bmm(query_u.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # terms (a) and (c)
@@ -122,7 +124,7 @@ class _ShiftedAttention(torch.autograd.Function):
     ) -> Tensor:
         position = padded_positions(position)
         weights = masked_scores(query_u, query_v, key, position, scope)
-        torch.softmax(weights, dim=-1, out=weights)
+        torch.softmax(weights, dim=-1, out=weights)  # in place: the scores are not needed again
         if dropout > 0:
             # The mask includes the factor 1/(1-p), so that the forward and backward pass multiply only once.
             keep = torch.bernoulli(weights, 1 - dropout).div_(1 - dropout)  # `weights` gives the shape only
@@ -141,6 +143,7 @@ class _ShiftedAttention(torch.autograd.Function):
         n_key = key.shape[2]
         grad_output = grads[0].reshape(n_head * n_lane, n_query, d_head)
 
+        # dV = P^T dO, with P the weights after dropout.
         grad_value = torch.bmm(applied.transpose(1, 2), grad_output).view_as(value)
 
         # The gradient of the scores, written through the shifted view of a buffer. Hidden keys get zeros (their weight
@@ -151,6 +154,7 @@ class _ShiftedAttention(torch.autograd.Function):
         grad_weights = torch.bmm(grad_output, value.flatten(0, 1).transpose(1, 2))
         if keep is not None:
             grad_weights.mul_(keep)
+        # dA = P * (dP - sum_j P dP): the softmax's derivative, fused by PyTorch.
         grad_scores.copy_(torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype))
 
         grad_query_u = torch.bmm(grad_scores, key.flatten(0, 1)).view_as(query_u)
@@ -170,24 +174,17 @@ def _batched(matrices: Tensor) -> Tensor:
     return matrices if matrices.stride()[-2:] == (matrices.shape[-1], 1) else matrices.contiguous()
 
 
-def shifted_attention(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
-    position: Float[Tensor, "S H D"],
-    u: Float[Tensor, "H D"],
-    v: Float[Tensor, "H D"],
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
-    """Compute `reference_attention` with the same arguments; outputs and gradients are tested against that function.
-
-    There are no second derivatives.
-    """
+def shifted_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
+    """Compute `reference_attention`; outputs and gradients are tested against it. There are no second derivatives."""
+    query, position = operands.query, operands.position
+    # (q + u) k is terms (a) + (c), and (q + v) W_kR R is terms (b) + (d): two products instead of four. The scale is
+    # applied to the queries, because the scores are the larger tensor.
     scale = 1 / math.sqrt(query.shape[-1])
     heads_first = (2, 0, 1, 3)
-    query_u, query_v = (((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (u, v))
-    key, value = (_batched(each.permute(heads_first)) for each in (key, value))
+    query_u, query_v = (
+        ((query + bias.to(query.dtype)) * scale).permute(heads_first).contiguous() for bias in (operands.u, operands.v)
+    )
+    key, value = (_batched(rows.permute(heads_first)) for rows in (operands.key, operands.value))
     with torch.autocast(query.device.type, enabled=False):  # the operands below already have the dtype of the query
         if query.shape[1] == 1 and not torch.is_grad_enabled() and dropout == 0:
             output = _one_query(query_u, query_v, key, value, _batched(position.transpose(0, 1)), scope)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.equations import KeyScope
+from txl.attention.equations import KeyScope, Operands
 from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 
@@ -136,77 +137,40 @@ def _tf32() -> bool:
     return torch.get_float32_matmul_precision() != "highest"
 
 
-def triton_attention(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
-    position: Float[Tensor, "S H D"],
-    u: Float[Tensor, "H D"],
-    v: Float[Tensor, "H D"],
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
-    """Compute `reference_attention` in Triton kernels.
+def triton_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
+    """Compute `reference_attention` in Triton kernels; there are no second derivatives.
 
-    Without gradients and dropout, `shifted_attention` computes single queries, and all segments that the kernels do not
-    support.
-
-    Args:
-        query: queries; with gradients or dropout, float32 or bfloat16 on a GPU.
-        key, value: keys and values, memory first, dtype of the query.
-        position: W_kR R_d, farthest distance first.
-        u, v: global biases.
-        scope: rule of which keys a query sees.
-        dropout: probability with which an attention weight is dropped.
-
-    Returns:
-        Mean of the values for each query, weighted by attention. There are no second derivatives.
+    With gradients or dropout, the operands must be float32 or bfloat16 on a GPU. Without, `shifted_attention` computes
+    single queries, and all segments that the kernels do not support.
     """
+    query = operands.query
     # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
     traced = torch.compiler.is_compiling()
     reason = None if traced else why_not_triton(query.device, query.dtype, query.shape[-1])
     if dropout == 0 and not torch.is_grad_enabled() and (query.shape[1] == 1 or reason is not None):
-        return shifted_attention(query, key, value, position, u, v, scope)
+        return shifted_attention(operands, scope)
     if reason is not None:
         raise AttentionRefused("triton", reason)
-    return kernel_attention(query, key, value, position, u, v, scope, dropout)
+    return kernel_attention(operands, scope, dropout)
 
 
-def kernel_attention(
-    query: Float[Tensor, "B T H D"],
-    key: Float[Tensor, "B S H D"],
-    value: Float[Tensor, "B S H D"],
-    position: Float[Tensor, "S H D"],
-    u: Float[Tensor, "H D"],
-    v: Float[Tensor, "H D"],
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Float[Tensor, "B T H D"]:
+def kernel_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
     """Compute `triton_attention` always in the kernels; on a CPU they run in Triton's interpreter."""
-    device = query.device
+    device = operands.query.device
     seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device) if dropout > 0 else None
     oldest = scope.oldest(device)
     if oldest is not None:
         oldest = oldest.to(torch.int32)
-    window = key.shape[1] if scope.window is None else scope.window
-    return _attend(query, key, value, position, u, v, oldest, seed, window, dropout)[0]
+    window = operands.key.shape[1] if scope.window is None else scope.window
+    return _attend(list(operands), oldest, seed, window, dropout)[0]
 
 
 @torch.library.custom_op("txl::relative_attention", mutates_args=())
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
-    oldest: Tensor | None,
-    seed: Tensor | None,
-    window: int,
-    dropout: float,
+    operands: Sequence[Tensor], oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B,T,H,D], and log-sum-exps to base 2, float32 [B,H,T]."""
-    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
+    query, call = operands[0], _Call(Operands(*operands), oldest, seed, window, dropout)
     n_lane, n_query, n_head, _ = query.shape
     out = query.new_empty(query.shape)
     lse = query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
@@ -220,19 +184,15 @@ def _attend_backward(
     above: Tensor,
     out: Tensor,
     lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    operands: Sequence[Tensor],
     oldest: Tensor | None,
     seed: Tensor | None,
     window: int,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     """Return the gradients of query, key, value, position, u and v."""
-    call = _Call(query, key, value, position, u, v, oldest, seed, window, dropout)
+    query, key, value, position, u, v = operands
+    call = _Call(Operands(*operands), oldest, seed, window, dropout)
     n_lane, n_query, n_head, d_head = query.shape
     n_key = key.shape[1]
     above = padded(above)
@@ -255,31 +215,21 @@ def _attend_backward(
     # Number of diagonals of tiles, from the lower left tile to the last one with a visible key.
     n_diagonal = n_query_block + min(n_key_block - 1, math.ceil((n_key - n_query) / block))
     n_group = min(n_lane, math.ceil(_POSITION_PROGRAMS / (n_head * n_diagonal)))
+    # The lanes of a group are summed in the kernel, the groups here: no atomics, so the same bits in every run.
     sums = position.new_zeros(n_group, 2, (n_diagonal + 1) * block, n_head, d_head, dtype=torch.float32)
     grid = (n_diagonal, n_head, n_group)
     call.launch(name, grid, **rows, grad_position=sums, n_lane=n_lane, n_group=n_group)
     first = n_query_block * block - n_query
     grad_position = sums.sum(dim=(0, 1)).narrow(0, first, n_key).to(position.dtype)
-    grad_u, grad_v = (each.sum(dim=(0, 1)) for each in grad_biases)
-    return grad_query, grad_key, grad_value, grad_position, grad_u.to(u.dtype), grad_v.to(v.dtype)
+    grad_u, grad_v = (grad.sum(dim=(0, 1)) for grad in grad_biases)
+    return [grad_query, grad_key, grad_value, grad_position, grad_u.to(u.dtype), grad_v.to(v.dtype)]
 
 
 class _Call:
     """Arguments shared by all kernels of a call."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position: Tensor,
-        u: Tensor,
-        v: Tensor,
-        oldest: Tensor | None,
-        seed: Tensor | None,
-        window: int,
-        dropout: float,
-    ):
+    def __init__(self, operands: Operands, oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float):
+        query = operands.query
         _, n_query, n_head, d_head = query.shape
         self.device = query.device
         capability = torch.cuda.get_device_capability(self.device) if query.is_cuda else (9, 0)
@@ -287,11 +237,11 @@ class _Call:
         tiles = tilings(d_head, query.dtype, tf32, capability)
         assert tiles is not None, "why_not_triton was not asked"
         self.tiles = tiles
-        key, value, position = (padded(each) for each in (key, value, position))
+        key, value, position = (padded(rows) for rows in (operands.key, operands.value, operands.position))
         self.arguments: dict[str, Any] = {
             # Added here, not in the kernels, whose matrix units then read them without passing registers.
-            "query_u": padded(torch.add(query, u, out=query.new_empty(query.shape))).contiguous(),
-            "query_v": padded(torch.add(query, v, out=query.new_empty(query.shape))).contiguous(),
+            "query_u": padded(torch.add(query, operands.u, out=query.new_empty(query.shape))).contiguous(),
+            "query_v": padded(torch.add(query, operands.v, out=query.new_empty(query.shape))).contiguous(),
             "key": key,
             "value": value,
             "position": position,
@@ -347,17 +297,9 @@ def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"
 
 @_attend.register_fake
 def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
-    oldest: Tensor | None,
-    seed: Tensor | None,
-    window: int,
-    dropout: float,
+    operands: Sequence[Tensor], oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float
 ) -> tuple[Tensor, Tensor]:
+    query = operands[0]
     n_lane, n_query, n_head, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
 
@@ -367,29 +309,23 @@ def _(
     above: Tensor,
     out: Tensor,
     lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
+    operands: Sequence[Tensor],
     oldest: Tensor | None,
     seed: Tensor | None,
     window: int,
     dropout: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    query, key, value, position, u, v = (each.new_empty(each.shape) for each in (query, key, value, position, u, v))
-    return query, key, value, position, u, v
+) -> list[Tensor]:
+    return [operand.new_empty(operand.shape) for operand in operands]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.window, ctx.dropout = inputs
-    ctx.save_for_backward(*output, *tensors)
+    operands, oldest, seed, ctx.window, ctx.dropout = inputs
+    ctx.save_for_backward(*output, oldest, seed, *operands)
 
 
-def _gradients(ctx: Any, above: Tensor, _above_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _attend_backward(above, *ctx.saved_tensors, ctx.window, ctx.dropout)
-    return (*grads, None, None, None, None)
+def _gradients(ctx: Any, above: Tensor, _above_lse: Tensor | None) -> tuple[list[Tensor] | None, ...]:
+    out, lse, oldest, seed, *operands = ctx.saved_tensors
+    return _attend_backward(above, out, lse, operands, oldest, seed, ctx.window, ctx.dropout), None, None, None, None
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)

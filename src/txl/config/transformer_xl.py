@@ -65,7 +65,7 @@ class TransformerXLConfig(TransformerConfig):
 
     def with_attention(self, name: str | None) -> Self:
         """See `ModelConfig.with_attention`; without a name it is `shifted`, the only one before names were logged."""
-        chosen = self.attention not in ("auto", "fastest")
+        chosen = self.attention not in ("auto", "fastest", "factorised")
         return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
 
     def longest_distance(self, segment: int) -> int:

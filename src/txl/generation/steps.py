@@ -27,7 +27,7 @@ from txl.models.memory import Memory
 from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
-from txl.native.few_rows import MOST_ROWS, sums_dtype
+from txl.native.operations import MOST_ROWS, sums_dtype
 
 
 class Slots:

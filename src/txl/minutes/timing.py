@@ -60,7 +60,7 @@ def training_workload(
     train = run.train
     check_trainable(run, device)
     torch.manual_seed(0)
-    model = model_to_train(run.model, vocab_size, device, train.dtype)
+    model = model_to_train(run.model, vocab_size, device, train)
     if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
         raise UserError(
             f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"

@@ -24,7 +24,8 @@ from txl.config import ModelConfig
 from txl.devices import runs_ahead
 from txl.errors import UserError
 from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.layers import linear, logits, make_dropout
+from txl.models.layers import logits, make_dropout
+from txl.native.operations import linear
 
 
 def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -20,7 +20,7 @@ from txl.config import TransformerXLConfig
 from txl.models.memory import Memory, ProjectedSegment, Projections
 from txl.models.structure import Structure
 from txl.native.build import library
-from txl.native.few_rows import MOST_ROWS, WEIGHT_SUFFIXES, sums_dtype
+from txl.native.operations import MOST_ROWS, WEIGHT_SUFFIXES, sums_dtype
 from txl.native.tensors import Count, Pointer, readable
 
 _MOST_D = 512  # MOST_D in decode.cpp

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl.config import validate_temperature
-from txl.native.cross_entropy import compiled_cross_entropy, losses_and_sums, serves, write_gradient
-from txl.native.products import linear
+from txl.native.operations import compiled_cross_entropy, linear, losses_and_sums, serves, write_gradient
 from txl.native.tensors import transforms_are_active
 
 MAX_LOGITS = 1 << 25
@@ -66,7 +65,7 @@ def linear_cross_entropy(
     max_logits = MAX_LOGITS if max_logits is None else max_logits
     compiled = compiled or not torch.is_grad_enabled()
     if hidden.shape[0] * weight.shape[0] <= max_logits or transforms_are_active():
-        logits = linear(hidden, weight, bias)
+        logits = linear(hidden, weight, bias, few=False)
         found = compiled_cross_entropy(logits, targets) if compiled else None
         return _pytorch_s(at_least_float32(logits), targets) if found is None else found
     device = hidden.device.type
@@ -108,7 +107,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_logits = _gradient_over(_logits(part, weight, bias), target, of_rows, grad, ctx.compiled)
             grad_bias += grad_logits.sum(dim=0)
             grad_logits = grad_logits.to(weight.dtype)
-            grad_part.copy_(linear(grad_logits, weight.t()))
+            grad_part.copy_(linear(grad_logits, weight.t(), few=False))
             if weight.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.t(), part)
             else:
@@ -117,7 +116,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return at_least_float32(linear(hidden, weight)).add_(bias)
+    return at_least_float32(linear(hidden, weight, few=False)).add_(bias)
 
 
 def _losses_and_sums(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:

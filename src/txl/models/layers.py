@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from txl.attention.refused import AttentionRefused
 from txl.config import TransformerConfig
 from txl.models.cross_entropy import at_least_float32
-from txl.native.dropout import compiled_dropout
-from txl.native.few_rows import few_rows
-from txl.native.products import linear as many_rows
-from txl.native.rms_norm import compiled_rms_norm
+from txl.native.attention import why_not_training
+from txl.native.operations import compiled_dropout, compiled_rms_norm, linear
 from txl.native.tensors import computes
-from txl.native.training_attention import why_not_training
 
 
 class Linear(nn.Linear):
@@ -29,38 +26,9 @@ class Linear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def linear(
-    rows: Float[Tensor, "*rows I"], weight: Float[Tensor, "O I"], bias: Float[Tensor, " O"] | None = None
-) -> Float[Tensor, "*rows O"]:
-    """Compute `F.linear`; on a CPU for a few rows at the speed of memory, for many by `many_rows`.
-
-    A product of a few rows is bound by reading the weights, which the compiled library does at the speed of memory.
-    Without the library, one row of float32 is multiplied by the weights as a batch of two halves: PyTorch's
-    matrix-vector kernels reach about half the rate of its batched kernels.
-    """
-    few = few_rows(rows, weight, bias)
-    if few is not None:
-        return few.to(rows.dtype).view(*rows.shape[:-1], -1)
-    n_out, n_in = weight.shape
-    if (
-        rows.numel() == rows.shape[-1] == n_in
-        and n_out % 2 == 0
-        and rows.dtype == weight.dtype == torch.float32
-        and rows.device.type == "cpu"
-        and weight.is_contiguous()
-        and not torch.is_grad_enabled()
-        and not torch.is_autocast_enabled("cpu")
-    ):
-        halves = weight.view(2, n_out // 2, n_in).transpose(1, 2)
-        product = torch.bmm(rows.reshape(1, 1, n_in).expand(2, 1, n_in), halves).view(*rows.shape[:-1], n_out)
-        return product if bias is None else product.add_(bias)
-    return many_rows(rows, weight, bias)
-
-
 def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
     """Compute `linear` and return float32, or float64 for a float64 model."""
-    few = few_rows(rows, weight, bias)
-    return few if few is not None else at_least_float32(linear(rows, weight, bias))
+    return at_least_float32(linear(rows, weight, bias, keeps_sums=True))
 
 
 class LockedDropout(nn.Module):

@@ -29,7 +29,7 @@ from txl.errors import UserError
 from txl.models.costs import LayerCosts, dropout_copies
 from txl.models.cross_entropy import at_least_float32
 from txl.models.family import FamilyModel
-from txl.native.products import linear
+from txl.native.operations import linear
 from txl.native.tensors import transforms_are_active
 
 
@@ -265,7 +265,8 @@ class QRNNLayer(nn.Module):
         weight = self.convolution.weight
         if self.training and self.weight_drop > 0:
             weight = F.dropout(weight, self.weight_drop)
-        candidate, forget, output = at_least_float32(linear(windows, weight, self.convolution.bias)).chunk(3, dim=-1)
+        gates = at_least_float32(linear(windows, weight, self.convolution.bias, few=False))
+        candidate, forget, output = gates.chunk(3, dim=-1)
         forget = torch.sigmoid(forget)
         if self.training and self.zoneout > 0:
             # F = 1 - dropout(1 - sigmoid(...)), without dropout's scaling (Section 2.1).

@@ -20,8 +20,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from txl.attention import Backend, RelativeAttention, attention_backend, attention_note
-from txl.attention.equations import KeyScope, distances_farthest_first, sinusoid
-from txl.attention.factorised import PhaseTables, SegmentPhases
+from txl.attention.equations import KeyScope, Operands, distances_farthest_first, sinusoid
+from txl.attention.flex import PhaseTables, SegmentPhases
 from txl.config import Lengths, ModelConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
@@ -100,7 +100,7 @@ class RelativeMultiHeadAttention(nn.Module):
             attended = r.attend(query, key, value, self.r_proj.weight, u, v)
         else:
             dropout = self.dropatt if self.training else 0.0
-            attended = self.attend(query, key, value, self.position(r), u, v, scope, dropout)
+            attended = self.attend(Operands(query, key, value, self.position(r), u, v), scope, dropout)
         return self.merge(hidden, attended)
 
     def read(
@@ -123,8 +123,8 @@ class RelativeMultiHeadAttention(nn.Module):
         """
         context = self.norm(hidden) if self.pre_norm else hidden
         key, value = segment.append(layer, hidden, *self.keys_and_values(context))
-        u, v = self.biases(shared_biases)
-        return self.merge(hidden, self.attend(self.query(context), key, value, position, u, v, scope))
+        operands = Operands(self.query(context), key, value, position, *self.biases(shared_biases))
+        return self.merge(hidden, self.attend(operands, scope))
 
     def query(self, context: Float[Tensor, "B T E"]) -> Float[Tensor, "B T H D"]:
         """Project queries; with pre-norm, `context` must already be normalised."""
@@ -222,9 +222,9 @@ class TransformerXL(FamilyModel[Memory]):
     ):
         super().__init__(config, vocab_size)
         self.backend = attention_backend(config, device, dtype)
-        self.attention_name, make_kernel = self.backend.name, self.backend.kernel
+        self.attention_name = self.backend.name
         self.attention_note = attention_note(config, device, dtype)
-        self.phase_tables = None if make_kernel is None else PhaseTables(make_kernel(), config.d_model)
+        self.phase_tables = PhaseTables(config.d_model) if self.backend.factorises else None
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
         self.shares_biases = config.encoding == "relative" and not config.untie_r
         if self.shares_biases:
@@ -264,6 +264,12 @@ class TransformerXL(FamilyModel[Memory]):
         assert isinstance(config, TransformerXLConfig)
         if (refusal := attention_backend(config, device, dtype).refusal(config, device, dtype)) is not None:
             raise refusal
+
+    @staticmethod
+    def for_captured_steps(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelConfig:
+        """Return the configuration with the attention that is fastest in recorded training steps."""
+        assert isinstance(config, TransformerXLConfig)
+        return config.with_attention(attention_backend(config, device, dtype, captured=True).name)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""

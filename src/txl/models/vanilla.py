@@ -34,7 +34,7 @@ from txl.models.cross_entropy import linear_cross_entropy
 from txl.models.family import FamilyModel, check_targets
 from txl.models.language_model import EVERY_TARGET, Objective
 from txl.models.layers import Linear, PositionwiseFeedForward, make_dropout
-from txl.native.training_attention import why_not_training
+from txl.native.attention import why_not_training
 
 
 def layer_counts(layer: int, n_layer: int, progress: float) -> bool:

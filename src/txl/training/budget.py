@@ -95,7 +95,7 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
 
 def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     train = run.train
-    model = model_to_train(run.model, vocab_size, device, train.dtype)
+    model = model_to_train(run.model, vocab_size, device, train)
     optimizer = build_optimizer(model, train)
     average = WeightAverage(model, train.average_mu) if train.averages else None
     parts = train.micro_batches

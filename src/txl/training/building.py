@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from txl.config import ModelConfig, RunConfig
+from txl.config import ModelConfig, RunConfig, TrainConfig
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.models import FAMILIES, build_model
@@ -31,14 +31,18 @@ def check_trainable(run: RunConfig, device: str) -> None:
         raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {device}; leave it out")
 
 
-def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, dtype: str) -> FamilyModel:
+def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, train: TrainConfig) -> FamilyModel:
     """Return a new model in training mode on a device; its initial weights come from the global random generators.
 
     Args:
         model: configuration of the model.
         vocabulary: vocabulary, or its size V.
         device: device that trains.
-        dtype: `train.dtype`. With "float64" the weights are float64, otherwise float32.
+        train: training configuration. With `dtype` "float64" the weights are float64, otherwise float32; on the dtype
+            and on `capture` the choice of attention depends.
     """
-    built = build_model(model, vocabulary, device, getattr(torch, dtype)).to(device).train()
-    return built.double() if dtype == "float64" else built
+    dtype = getattr(torch, train.dtype)
+    if train.capture:
+        model = FAMILIES[type(model)].for_captured_steps(model, device, dtype)
+    built = build_model(model, vocabulary, device, dtype).to(device).train()
+    return built.double() if train.dtype == "float64" else built

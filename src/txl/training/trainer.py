@@ -221,7 +221,7 @@ class Trainer:
         train = self.run.train
         seed_generators(train.seed, self.device)
         shape = self.run.model if is_new else self._model_begun_with()
-        model = model_to_train(shape, corpus.vocabulary, self.device, train.dtype)
+        model = model_to_train(shape, corpus.vocabulary, self.device, train)
         self._init_note = None if source is None else load_initial_weights(source, model, corpus)
         if train.compile:
             reason = compile_layers(model, self.device)

@@ -29,7 +29,7 @@ from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.minutes.timing import synchronize
 from txl.models.transformer_xl import TransformerXL
-from txl.native.products import linear
+from txl.native.operations import linear
 
 
 def forward_operations(

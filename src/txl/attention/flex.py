@@ -1,4 +1,4 @@
-"""Relative attention as plain attention over wider heads: no T x S position matrix, no shift.
+"""Relative attention by FlexAttention, as plain attention over wider heads: no T x S position matrix, no shift.
 
 R consists of sines and cosines, so the angle of a distance is the difference of the angles of two positions. With the
 query at position i and p = W_kR^T (q_i + v) = [p_s, p_c] (features multiplied by sines, and by cosines),
@@ -25,68 +25,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from txl.attention.equations import KeyScope
 
+# Largest distance of a row of psi from the span of B, relative to the norm sqrt(E/2) of the row.
 TOLERANCE = 1e-12
-"""Largest distance of a row of psi from the span of B, relative to the norm sqrt(E/2) of the row."""
+# Divisor of all ranks r, for the operand sizes of matrix units.
 _MULTIPLE = 16
-"""Divisor of all ranks r, for the operand sizes of matrix units."""
-
-
-class WideKernel(Protocol):
-    """Attention that never stores its scores, and accepts queries and keys that are wider than the values."""
-
-    def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Any:
-        """Return the mask for `attend`, in the type of the kernel; one mask serves all layers of a segment."""
-        ...
-
-    def attend(
-        self,
-        query: Float[Tensor, "B H T W"],
-        key: Float[Tensor, "B H S W"],
-        value: Float[Tensor, "B H S D"],
-        mask: Any,
-        scale: float,
-    ) -> Float[Tensor, "B H T D"]:
-        """Return softmax(scale * query . key) times the values; only keys in the mask enter the softmax."""
-        ...
-
-
-class DotProductKernel:
-    """PyTorch's `scaled_dot_product_attention` with a boolean mask [T,S], shared by lanes and heads where it can be."""
-
-    def mask(self, scope: KeyScope, n_query: int, n_lane: int, device: torch.device) -> Tensor:
-        """Return the boolean mask, [T,S] or [B,1,T,S]."""
-        mask = scope.mask(n_query, device)
-        return mask if mask.dim() == 2 else mask[:, None]
-
-    def attend(
-        self,
-        query: Float[Tensor, "B H T W"],
-        key: Float[Tensor, "B H S W"],
-        value: Float[Tensor, "B H S D"],
-        mask: Tensor,
-        scale: float,
-    ) -> Float[Tensor, "B H T D"]:
-        """Compute `WideKernel.attend`."""
-        if query.device.type == "cpu":
-            # The fused CPU kernel needs one width for all operands; without it scores would be stored.
-            n_more = key.shape[-1] - value.shape[-1]
-            value = F.pad(value, (0, n_more))
-            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
-            return attended[..., : attended.shape[-1] - n_more]
-        # Exclude cuDNN, PyTorch's first choice: at some lengths its gradients with a mask are NaN.
-        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -113,9 +64,9 @@ class PhaseBasis:
 class SegmentPhases:
     """Tables that all layers share for one segment; they replace R in `RelativeMultiHeadAttention.forward`."""
 
-    kernel: WideKernel
-    mask: Any
-    """Mask of the keys that each query sees, in the type of the kernel."""
+    kernel: FlexKernel
+    mask: BlockMask
+    """Blocks of keys that each query sees."""
     sin: Float[Tensor, "T half"]
     """sin(i w) of the queries, for the E/2 frequencies."""
     cos: Float[Tensor, "T half"]
@@ -150,8 +101,8 @@ class SegmentPhases:
 class PhaseTables:
     """Factory of `SegmentPhases`; caches B and the tables of the last segment, which the next segment mostly reuses."""
 
-    def __init__(self, kernel: WideKernel, d_model: int):
-        self.kernel, self.d_model = kernel, d_model
+    def __init__(self, d_model: int):
+        self.kernel, self.d_model = FlexKernel(), d_model
         self._basis: PhaseBasis | None = None
         self._tables: tuple[Any, tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
 
@@ -229,7 +180,7 @@ class FlexKernel:
         mask: BlockMask,
         scale: float,
     ) -> Float[Tensor, "B H T D"]:
-        """Compute `WideKernel.attend`."""
+        """Return softmax(scale * query . key) times the values; only keys in the mask enter the softmax."""
         function: Callable[..., Any] = flex_attention
         options = None
         if query.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Products by oneDNN are those of PyTorch, with their gradients, wherever they are used."""
+"""The linear layer returns PyTorch's numbers and gradients, whichever library computes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from txl import processor
-from txl.native import products
+from txl.models.layers import Linear
+from txl.native import operations
 from txl.native.build import compiled_code
 
 AMD = {"vendor_id": "AuthenticAMD", "flags": "avx2 avx512f"}
@@ -17,7 +18,7 @@ AMD = {"vendor_id": "AuthenticAMD", "flags": "avx2 avx512f"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Make oneDNN compute on every processor, and record the shapes of its products."""
+    """Make oneDNN compute on every processor, and record the shapes of its operations."""
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch has no oneDNN")
     found, original = [], torch.ops.mkldnn._linear_pointwise
@@ -26,7 +27,7 @@ def calls(monkeypatch):
         found.append((*rows.shape, weight.shape[0]))
         return original(rows, weight, *others)
 
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(operations, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", recorded)
     return found
 
@@ -44,7 +45,7 @@ def test_products_and_gradients_are_those_of_float64_but_for_rounding(lanes, n_i
     rows, weight, bias = tensors((*lanes, 19, n_in), (n_out, n_in), (n_out,))
     given = [rows, weight, bias] if has_bias else [rows, weight]
     above = torch.randn(*lanes, 19, n_out)
-    found = products.linear(*given)
+    found = operations.linear(*given)
     exact = [each.detach().double().requires_grad_() for each in given]
     expected = F.linear(*exact)
     assert found.shape == expected.shape
@@ -59,8 +60,8 @@ def test_products_and_gradients_are_those_of_float64_but_for_rounding(lanes, n_i
 def test_rows_and_gradients_of_any_strides(calls):
     rows, weight = tensors((40, 32), (16, 32))
     for given, matrix in ((rows[::2], weight), (rows.t()[:, :32], torch.randn(16, 32)), (rows, weight[:, :32])):
-        torch.testing.assert_close(products.linear(given, matrix), F.linear(given, matrix), rtol=0, atol=1e-5)
-    grads = torch.autograd.grad(products.linear(rows, weight).sum(), [rows, weight])  # the gradient is expanded
+        torch.testing.assert_close(operations.linear(given, matrix), F.linear(given, matrix), rtol=0, atol=1e-5)
+    grads = torch.autograd.grad(operations.linear(rows, weight).sum(), [rows, weight])  # the gradient is expanded
     expected = torch.autograd.grad(F.linear(rows, weight).sum(), [rows, weight])
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-5)
     assert len(calls) == 6
@@ -68,7 +69,7 @@ def test_rows_and_gradients_of_any_strides(calls):
 
 def test_only_the_gradients_that_are_needed_are_computed(calls):
     rows, weight = tensors((20, 16), (24, 16))
-    products.linear(rows.detach(), weight).sum().backward()
+    operations.linear(rows.detach(), weight).sum().backward()
     assert calls == [(20, 16, 24), (24, 20, 16)]
     assert rows.grad is None
 
@@ -80,7 +81,7 @@ def test_gradients_have_gradients(calls):
         (grad,) = torch.autograd.grad(linear(rows, weight).tanh().sum(), rows, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), [rows, weight])
 
-    torch.testing.assert_close(second(products.linear), second(F.linear), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(second(operations.linear), second(F.linear), rtol=1e-4, atol=1e-4)
     assert len(calls) > 3
 
 
@@ -96,24 +97,24 @@ def test_gradients_have_gradients(calls):
 )
 def test_small_products_and_other_dtypes_are_pytorch_s(rows, weight, dtype, calls):
     given = tensors(rows, weight, dtype=dtype)
-    assert torch.equal(products.linear(*given), F.linear(*given))
+    assert torch.equal(operations.linear(*given), F.linear(*given))
     assert calls == []
 
 
 def test_autocast_transforms_and_modes_are_pytorch_s(calls):
     rows, weight = (each.detach() for each in tensors((32, 32), (32, 32)))
     with torch.autocast("cpu", torch.bfloat16):
-        assert products.linear(rows, weight).dtype == torch.bfloat16
+        assert operations.linear(rows, weight).dtype == torch.bfloat16
     with compiled_code(False):
-        assert torch.equal(products.linear(rows, weight), F.linear(rows, weight))
-    traced: Any = torch.jit.trace(products.linear, (rows, weight), check_trace=False)
+        assert torch.equal(operations.linear(rows, weight), F.linear(rows, weight))
+    traced: Any = torch.jit.trace(operations.linear, (rows, weight), check_trace=False)
     assert torch.equal(traced(rows, weight), F.linear(rows, weight))
-    of_each = torch.func.vmap(products.linear, in_dims=(0, None))(torch.stack([rows, -rows]), weight)
+    of_each = torch.func.vmap(operations.linear, in_dims=(0, None))(torch.stack([rows, -rows]), weight)
     torch.testing.assert_close(of_each[1], -of_each[0])
-    assert products.linear(rows.to("meta"), weight.to("meta")).device.type == "meta"
+    assert operations.linear(rows.to("meta"), weight.to("meta")).device.type == "meta"
     assert calls == []
     with torch.inference_mode():
-        products.linear(rows, weight)
+        operations.linear(rows, weight)
     assert len(calls) == 1
 
 
@@ -123,12 +124,12 @@ def test_autocast_transforms_and_modes_are_pytorch_s(calls):
 )
 def test_onednn_serves_amd_with_avx_512(fields, expected, monkeypatch):
     monkeypatch.setattr(processor, "cpu_fields", lambda: fields)
-    monkeypatch.setattr(products, "cpu_fields", lambda: fields)
+    monkeypatch.setattr(operations, "cpu_fields", lambda: fields)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch has no oneDNN")
-    assert products.onednn_is_faster.__wrapped__() is expected
+    assert operations.onednn_is_faster.__wrapped__() is expected
 
 
 @pytest.mark.parametrize(
@@ -143,18 +144,18 @@ def test_a_bias_that_onednn_would_misread_is_pytorch_s(bias, calls):
         expected = F.linear(rows, weight, bias)
     except RuntimeError as error:
         with pytest.raises(RuntimeError, match=str(error).splitlines()[0][:30]):
-            products.linear(rows, weight, bias)
+            operations.linear(rows, weight, bias)
     else:
-        assert torch.equal(products.linear(rows, weight, bias), expected)
+        assert torch.equal(operations.linear(rows, weight, bias), expected)
     assert calls == []
 
 
 def test_other_layouts_and_wrong_shapes_are_pytorch_s(calls):
     rows, weight = (each.detach() for each in tensors((32, 32), (32, 32)))
-    assert torch.equal(products.linear(rows, weight.to_sparse()), F.linear(rows, weight.to_sparse()))
-    assert torch.equal(products.linear(rows, weight[0]), F.linear(rows, weight[0]))
+    assert torch.equal(operations.linear(rows, weight.to_sparse()), F.linear(rows, weight.to_sparse()))
+    assert torch.equal(operations.linear(rows, weight[0]), F.linear(rows, weight[0]))
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
-        products.linear(rows, weight[:, :16])
+        operations.linear(rows, weight[:, :16])
     assert calls == []
 
 
@@ -162,5 +163,27 @@ def test_overlapping_rows(calls):
     """A QRNN's windows overlap: each row begins inside the row before it."""
     numbers, (weight,) = torch.arange(200.0), tensors((16, 32))
     rows = numbers.unfold(0, 32, 8)
-    torch.testing.assert_close(products.linear(rows, weight), F.linear(rows, weight), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(operations.linear(rows, weight), F.linear(rows, weight), rtol=1e-5, atol=1e-3)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("n_out", [6, 7])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(5,), (1, 5), (1, 1, 5), (2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_same_as_pytorch_s(shape, n_out, bias, dtype):
+    layer = Linear(5, n_out, bias=bias).to(dtype)
+    rows = torch.randn(shape, dtype=dtype)
+    with torch.no_grad():
+        found, expected = layer(rows), F.linear(rows, layer.weight, layer.bias)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_and_gradients_are_pytorch_s():
+    layer, rows = Linear(5, 6), torch.randn(1, 5, requires_grad=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(rows).dtype == torch.bfloat16
+    layer(rows).sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, layer.weight.sum(0, keepdim=True))
