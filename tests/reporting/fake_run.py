@@ -141,6 +141,7 @@ class FakeRun:
                 learning_rate=peak * warm,
                 grad_norm=0.2 + 3 / (1 + step / 30) + abs(self.random.gauss(0, 0.08)),
                 tokens=step * 2048,
+                tokens_read=step * 2048,
                 tokens_per_second=21_000 + self.random.gauss(0, 400),
                 elapsed=step * 0.0613,
             )

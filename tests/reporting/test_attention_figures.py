@@ -6,7 +6,6 @@ import html
 import json
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,19 +16,11 @@ from tests.reporting.fake_run import begun
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.reporting.attention_page import (
-    HEAT,
-    _label,
-    attention_page,
-    attention_section,
-    draw_average,
-    draw_close,
-    read_record,
-    save_figures,
-)
+from txl.reporting.attention_figures import HEAT, _label, close_figure, draw_average, draw_close
+from txl.reporting.attention_page import attention_page, attention_section, read_record
 from txl.reporting.context_figures import gains_plot
+from txl.reporting.plots import LIGHT, WIDTH
 from txl.reporting.report import write_report
-from txl.reporting.style import LIGHT, STYLE
 
 N_KEY = 40
 WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"]
@@ -124,25 +115,23 @@ def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
     assert not {to_hex(each) for each in (HEAT(1.0), (red, green, blue))} & set(LIGHT.values())
 
 
-def test_heat_maps_follow_the_page_into_dark_mode():
+def test_heat_maps_are_selected_by_the_rules_of_dark_mode():
     weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
     weights[0, 7] = 0.9  # beyond the end of the scale, which is then drawn with a triangle
     record = a_record(1, weights=weights)
     record["heads"] += [each | {"layer": 2} for each in record["heads"]]  # draws a line between the layers
     drawn = attention_section(record)
-    dark = STYLE[STYLE.index("prefers-color-scheme: dark") :]
-    (turned,) = re.findall(r"^  (figure svg [^{]*) \{ filter: invert", dark, flags=re.MULTILINE)
-    assert turned.split(", ") == ["figure svg image", 'figure svg [id*="QuadMesh"]', 'figure svg [id$="heat-end"]']
+    assert 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert' in attention_page(record, "a")
     assert re.search(r'<g id="[^"]*-heat-end">', drawn)
     assert "<image" in drawn
     rest = re.sub(r'<g id="[^"]*-heat-end">.*?</g>', "", drawn, flags=re.DOTALL)
-    assert re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", rest) == []  # everything else uses the colours of the page
+    assert set(re.findall(r'style="[^"]*(?:fill|stroke): (#[0-9a-f]{6})', rest)) <= set(LIGHT.values())
 
 
-def test_the_gains_of_longer_contexts_follow_it_too():
-    plot = gains_plot({"A": {(1, 2): 0.5, (1, 3): 0.7, (2, 3): 1.0}}, "gains", "Gains")
-    assert re.search(r'id="[^"]*QuadMesh', plot.drawing().wide)
-    assert "fill: var(--accent" not in plot.drawing().wide
+def test_the_gains_of_longer_contexts_are_selected_too():
+    plot = gains_plot({"A": {(1, 2): 0.5, (1, 3): 0.7, (2, 3): 1.0}}, "gains", "Gains").embedded()
+    assert re.search(r'id="[^"]*QuadMesh', plot)
+    assert f'style="fill: {LIGHT["accent"]}' not in plot
 
 
 @pytest.mark.parametrize(
@@ -160,16 +149,8 @@ def test_a_record_without_a_part_is_damaged(tmp_path):
 
 @pytest.mark.parametrize("n_row", [1, 16, 48, 49, 130])
 def test_labels_of_rows_do_not_touch(n_row):
-    record = a_record(n_row)
-    sizes = {}
-
-    def keep(draw, path, size):
-        sizes[path.stem] = size
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("txl.reporting.attention_page.save_figure", keep)
-        save_figures(record, Path("unused"))
-    figure = drawn(lambda figure: draw_close(figure, record, 0, 0), sizes["figure6-token5000-layer1-head2"])
+    plot = close_figure(a_record(n_row), 0, 0)
+    figure = drawn(plot.draw, (WIDTH, plot.height))
     labels = [label for label in figure.axes[0].get_yticklabels() if label.get_text()]
     boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))

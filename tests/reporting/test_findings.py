@@ -30,7 +30,17 @@ def test_a_log_without_a_beginning_says_nothing(tmp_path):
 
 def test_a_crash_makes_the_run_log_steps_twice_and_the_second_time_counts(run):
     run.start("resume", step=60)
-    run.log("train", 70, loss=1.5, learning_rate=1e-3, grad_norm=1.0, tokens=7, tokens_per_second=1.0, elapsed=1.0)
+    run.log(
+        "train",
+        70,
+        loss=1.5,
+        learning_rate=1e-3,
+        grad_norm=1.0,
+        tokens=7,
+        tokens_read=7,
+        tokens_per_second=1.0,
+        elapsed=1.0,
+    )
     found = read(run)
     assert [event["step"] for event in found.train] == [10, 20, 30, 40, 50, 60, 70]
     assert found.train[-1]["loss"] == 1.5

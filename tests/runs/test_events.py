@@ -138,10 +138,6 @@ def test_fields_that_older_logs_lack_are_not_needed(trained, tmp_path):
     shutil.copytree(trained, run)
     whole = RunDirectory(run).events()
     older = [{name: line[name] for name in line if name in EVENTS[line["event"]].__required_keys__} for line in whole]
-    start, sample = EVENTS[EventName.START], EVENTS[EventName.SAMPLE]
-    assert {"attention", "compiled", "init_from", "processes", "run"} <= start.__optional_keys__, "of an older version"
-    assert {"mem_len", "window"} <= sample.__optional_keys__
-    assert "tokens_read" in EVENTS[EventName.TRAIN].__optional_keys__
     assert older != whole
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, [*older, {"event": "new", "step": 1, "time": 0}])))
     assert RunDirectory(run).events_and_torn() == ([*older, {"event": "new", "step": 1, "time": 0}], 0)

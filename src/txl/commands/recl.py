@@ -215,7 +215,7 @@ def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range
 
 
 def _print(result: JsonObject) -> None:
-    from txl.reporting.recl_page import held_notes
+    from txl.reporting.recl_page import limited_contexts
     from txl.units import ppl_text
 
     models = result["models"]
@@ -231,7 +231,7 @@ def _print(result: JsonObject) -> None:
         ("context", *(each["name"] for each in models)),
         [(f"{n:,}", *(ppl_text(each["ppl"][str(n)]) for each in models)) for n in result["context_lengths"]],
     )
-    for note in held_notes(result):
+    for note in limited_contexts(result):
         print(note)
     print(f"{result['context_lengths'][-1]:,} means that a model still gained at the longest context")
     print("the paper's Table 8 compares models of the same number of parameters")

@@ -10,12 +10,20 @@ from txl.data.prepared import Corpus, read_meta
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.reporting.compressors import SETTINGS, compress, lzma_after
-from txl.reporting.findings import Findings, scored_bytes, tokens_read
+from txl.reporting.findings import Findings, scored_bytes
 from txl.runs.directory import RunDirectory
-from txl.runs.events import Evaluation, EventName
+from txl.runs.events import CompressionEvent, Evaluation, EventName
 
 LZMA_AFTER = "lzma_after_training_text"
 """Field of a `compression` event: bytes by which lzma's file grows if the text is appended to the training text."""
+
+
+def compressed_bits(sizes: CompressionEvent) -> dict[str, float]:
+    """Return bits per byte of the text by compressor, and those of `LZMA_AFTER` if they were measured."""
+    compressed = {"zlib": sizes["zlib"], "bz2": sizes["bz2"], "lzma": sizes["lzma"]}
+    if (after := sizes.get(LZMA_AFTER)) is not None:
+        compressed[LZMA_AFTER] = after
+    return {name: 8 * size / sizes["text"] for name, size in compressed.items()}
 
 
 def measure_compression(
@@ -40,21 +48,17 @@ def measure_compression(
         return None, "the size of the text that was scored is not known"
     folder = data_directory(data_dir)
     try:
-        texts = _prepared_texts(folder, found, result)
-        if not texts:
+        corpus = _scored_corpus(folder, found, result)
+        if corpus is None:
             return None, f"the text that was scored is not among the corpora in {folder}; `txl eval` puts it there"
-        if len(texts) > 1:
-            return None, f"{folder} holds {len(texts)} different texts named {result['corpus']}"
-        corpus = next(iter(texts.values()))
         sizes = compress(corpus.text_bytes(result["split"]), n_bytes)
-        primed = _after_training_text(corpus, result["split"], n_bytes) if after_training_text else None
+        after = _after_training_text(corpus, result["split"], n_bytes) if after_training_text else None
     except (UserError, OSError) as error:
         return None, str(error)
-    if sizes.text != n_bytes:
-        return None, f"the prepared {result['split']} split has {sizes.text:,} bytes, {n_bytes:,} were scored"
-    fields: JsonObject = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS}
-    fields |= {"text": sizes.text, "zlib": sizes.zlib, "bz2": sizes.bz2, "lzma": sizes.lzma}
-    fields |= {} if primed is None else {LZMA_AFTER: primed}
+    if sizes["text"] != n_bytes:
+        return None, f"the prepared {result['split']} split has {sizes['text']:,} bytes, {n_bytes:,} were scored"
+    fields: JsonObject = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS, **sizes}
+    fields |= {} if after is None else {LZMA_AFTER: after}
     with suppress(UserError):  # a read-only run still gets its report, with --out
         run_directory.append(EventName.COMPRESSION, found.train[-1]["step"], **fields)
     return {"event": EventName.COMPRESSION, **fields}, None
@@ -68,28 +72,13 @@ def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None
     return None
 
 
-def _prepared_texts(folder: Path, found: Findings, result: Evaluation) -> dict[str, Corpus]:
-    """Return by hash the prepared texts that the result may have been measured on.
-
-    A text is identified by the hash that training or the evaluation logged. For a text that the run was not trained on,
-    older logs hold only name, unit and sizes.
-    """
-    logged = found.split_of(result) or ({"sha256_text": known} if (known := result.get("sha256_text")) else None)
-    texts: dict[str, Corpus] = {}
+def _scored_corpus(folder: Path, found: Findings, result: Evaluation) -> Corpus | None:
+    """Return the prepared corpus that holds the scored text, found by the hash of its split; None if there is none."""
+    split = found.split_of(result)
+    sha256 = result.get("sha256_text") if split is None else split["sha256_text"]
     for path in sorted(folder.glob("*/meta.json")):
-        try:
-            meta = read_meta(path.parent)
-            split = meta["splits"].get(result["split"])
-            if split is None:
-                continue
-            if logged is not None:
-                same = split["sha256_text"] == logged["sha256_text"]
-            else:
-                same = (meta["name"], meta["unit"]) == (result["corpus"], result["unit"])
-                same = same and split["tokens"] >= tokens_read(result)
-                same = same and split["bytes"] / split["tokens"] == result["bytes_per_token"]
-            if same and split["sha256_text"] not in texts:
-                texts[split["sha256_text"]] = Corpus(path.parent)
-        except UserError:  # damaged, or of another version
-            continue
-    return texts
+        with suppress(UserError):  # a corpus that is damaged, or of another version
+            prepared = read_meta(path.parent)["splits"].get(result["split"])
+            if prepared is not None and prepared["sha256_text"] == sha256:
+                return Corpus(path.parent)
+    return None

@@ -8,52 +8,38 @@ import zlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 SETTINGS = "zlib level 9, bzip2 level 9, xz preset 9e"
 """Settings of `compress`, logged with the sizes, so that sizes from other settings are not mistaken for these sizes."""
 
+# Dictionary size of xz preset 9 in bytes: the largest distance at which lzma finds repetitions.
 _LARGEST_DICTIONARY = 64 * 2**20
-"""Dictionary size of xz preset 9 in bytes: the largest distance at which lzma finds repetitions."""
 
 
-@dataclass(frozen=True)
-class Compressed:
-    """Sizes in bytes of a text and of its compressed forms."""
+def compress(blocks: Iterable[bytes], limit: int | None = None) -> dict[str, int]:
+    """Return the sizes in bytes of a text and of its compressed forms: text, zlib, bz2, lzma.
 
-    text: int
-    zlib: int
-    """Level 9, the highest (the format of gzip)."""
-    bz2: int
-    """Level 9, the highest."""
-    lzma: int
-    """xz preset 9 with its extra effort, the highest, as `xz -9e` writes it."""
-
-
-def compress(blocks: Iterable[bytes], limit: int | None = None) -> Compressed:
-    """Return the compressed sizes of a text; memory use does not grow with the text beyond lzma's dictionary.
+    Memory use does not grow with the text beyond lzma's dictionary.
 
     Args:
         blocks: text as consecutive blocks of bytes.
         limit: number of bytes to compress, from the beginning of the text; None: all.
     """
-    xz, deflate, sorting = (
-        _xz(_LARGEST_DICTIONARY if limit is None else limit),
-        zlib.compressobj(level=9),
-        bz2.BZ2Compressor(9),
-    )
-    text = by_zlib = by_bz2 = by_lzma = 0
+    compressors = {
+        "zlib": zlib.compressobj(level=9),
+        "bz2": bz2.BZ2Compressor(9),
+        "lzma": _xz(_LARGEST_DICTIONARY if limit is None else limit),
+    }
+    sizes = dict.fromkeys(("text", *compressors), 0)
     for block in blocks:
         if limit is not None:
-            block = block[: limit - text]
-        text += len(block)
-        by_zlib += len(deflate.compress(block))
-        by_bz2 += len(sorting.compress(block))
-        by_lzma += len(xz.compress(block))
-        if text == limit:
+            block = block[: limit - sizes["text"]]
+        sizes["text"] += len(block)
+        for name, compressor in compressors.items():
+            sizes[name] += len(compressor.compress(block))
+        if sizes["text"] == limit:
             break
-    by_zlib, by_bz2, by_lzma = by_zlib + len(deflate.flush()), by_bz2 + len(sorting.flush()), by_lzma + len(xz.flush())
-    return Compressed(text, by_zlib, by_bz2, by_lzma)
+    return sizes | {name: sizes[name] + len(compressor.flush()) for name, compressor in compressors.items()}
 
 
 def lzma_after(before: Iterable[bytes], text: bytes) -> int:
@@ -66,13 +52,13 @@ def lzma_after(before: Iterable[bytes], text: bytes) -> int:
         before: preceding text, as consecutive blocks of bytes.
         text: text whose additional size is measured.
     """
-    kept, size = deque[bytes](), 0
+    recent, size = deque[bytes](), 0
     for block in before:
-        kept.append(block)
+        recent.append(block)
         size += len(block)
-        while size - len(kept[0]) >= _LARGEST_DICTIONARY:
-            size -= len(kept.popleft())
-    seen = b"".join(kept)[-max(_LARGEST_DICTIONARY - len(text), 1) :]
+        while size - len(recent[0]) >= _LARGEST_DICTIONARY:
+            size -= len(recent.popleft())
+    seen = b"".join(recent)[-max(_LARGEST_DICTIONARY - len(text), 1) :]
 
     def compressed(data: bytes) -> int:
         xz = _xz(len(seen) + len(text))

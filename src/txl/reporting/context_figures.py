@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 
-from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Draw, Drawing, drawing, save_figure
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Plot
 from txl.reporting.wording import plain
 
 Points = Mapping[str, Sequence[tuple[int, float]]]
@@ -29,33 +27,6 @@ _LINES = (
 """Colour, line style and marker of the first, second ... model; in the paper's tables the first is the paper's own."""
 # The last colour differs from ACCENT by one: dark mode replaces ACCENT, but inverts this map as a whole.
 _WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", "#b3452d"])
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A figure for a page or for a file of its own."""
-
-    draw: Draw
-    name: str
-    """Name that is unique in the page."""
-    title: str
-    description: str
-    """The figure's content in words."""
-    wide: tuple[float, float]
-    """Width and height in inches, for a wide column and for a file."""
-    narrow: tuple[float, float]
-
-    def drawing(self) -> Drawing:
-        """Draw the figure for a page."""
-        return drawing(self.draw, self.name, self.title, self.description, wide=self.wide, narrow=self.narrow)
-
-    def save(self, path: Path) -> None:
-        """Write the figure as .svg or .png.
-
-        Raises:
-            OSError: if the file cannot be written.
-        """
-        save_figure(self.draw, path, self.wide, self.description)
 
 
 def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
@@ -75,7 +46,7 @@ def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
 
     ends = "; ".join(f"{key} {values[0][1]:.4g} to {values[-1][1]:.4g}" for key, values in points.items())
     text = f"{label.capitalize()} from shortest to longest: {ends}."
-    return _sized(draw, name, f"Quality against {label}", text, len(points))
+    return Plot(name, f"Quality against {label}", text, 3.5, draw)
 
 
 def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
@@ -100,7 +71,7 @@ def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
         axes.set_ylabel("relative gain of one step")
 
     ends = "; ".join(f"{key} {values[0][1]:.2%} to {values[-1][1]:.2%}" for key, values in points.items())
-    return _sized(draw, name, title, f"From the shortest context to the longest: {ends}.", len(points))
+    return Plot(name, title, f"From the shortest context to the longest: {ends}.", 3.5, draw)
 
 
 def _largest(gains: Mapping[tuple[int, int], float]) -> str:
@@ -120,7 +91,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
     lengths = sorted({length for each in gains.values() for pair in each for length in pair})
 
     def draw(figure: Figure) -> None:
-        across = min(len(gains), 2 if figure.get_figwidth() < 5 else 4)
+        across = min(len(gains), 4)
         grid = figure.subplots(math.ceil(len(gains) / across), across, squeeze=False, sharex=True, sharey=True)
         for axes in grid.flat[len(gains) :]:
             axes.set_visible(False)
@@ -139,8 +110,7 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
         figure.supylabel("short context c", fontsize=9, color=SOFT)
 
     most = "; ".join(f"{model} up to {_largest(pairs)}" for model, pairs in gains.items())
-    wide, narrow = math.ceil(len(gains) / 4), math.ceil(len(gains) / 2)
-    return Plot(draw, name, title, f"Gains: {most}.", (7.6, 0.7 + 2.0 * wide), (4.2, 0.7 + 1.9 * narrow))
+    return Plot(name, title, f"Gains: {most}.", 0.7 + 2.0 * math.ceil(len(gains) / 4), draw)
 
 
 def length_axis(axes: Axes, label: str) -> None:
@@ -148,7 +118,7 @@ def length_axis(axes: Axes, label: str) -> None:
     axes.set_xlabel(f"{label}, tokens")
     axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
@@ -160,9 +130,4 @@ def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
             label=f"\u200b{named}" if named.startswith("_") else named,
         )  # fmt: skip
     length_axis(axes, label)
-    figure.legend(loc="outside lower center", ncols=2 if figure.get_figwidth() < 5 else 4, fontsize=8.5)
-
-
-def _sized(draw: Draw, name: str, title: str, description: str, n_line: int) -> Plot:
-    extra = 0.2 * math.ceil(n_line / 2)
-    return Plot(draw, name, title, description, (7.6, 3.5), (4.2, 3.2 + extra))
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8.5)

@@ -1,4 +1,4 @@
-"""Figures of a run, as SVG to embed in a page (without fonts, scripts or external files), or as image files.
+"""Figures of a run, for a page (SVG without fonts, scripts or external files) or as image files.
 
 This module does not use matplotlib's global figure state, and restores matplotlib's settings after each figure.
 """
@@ -25,12 +25,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from txl.files import replacing
-from txl.reporting.style import DARK, LIGHT
 from txl.reporting.wording import arithmetic_words, manner_words, plain, split_text
 from txl.runs.events import Evaluation, EvaluationFigures, TrainEvent, ValidEvent
 from txl.units import quality, quality_label, quality_text
 
+LIGHT = {
+    "ink": "#1d2733", "soft": "#5b6774", "line": "#c9d1d9", "hair": "#e3e8ec", "wash": "#f4f6f7", "paper": "#ffffff",
+    "accent": "#b3452c", "second": "#2f6690", "bar": "#b9c4ce",
+}  # fmt: skip
+"""Colours of figures and pages in light mode, by their names in `templates/page.css`."""
+DARK = {
+    "ink": "#e4e8ec", "soft": "#9ba7b3", "line": "#46515c", "hair": "#313a43", "wash": "#12171c", "paper": "#1a2027",
+    "accent": "#ea8b6f", "second": "#74aede", "bar": "#4c5966",
+}  # fmt: skip
 INK, SOFT, LINE, ACCENT, SECOND = (LIGHT[name] for name in ("ink", "soft", "line", "accent", "second"))
+WIDTH = 7.6
+"""Width of a figure in inches: that of a page's column. A narrower window scrolls the figure."""
 POINTS = 400
 """Largest number of points of a curve; a longer log is averaged down to this number."""
 
@@ -58,28 +68,55 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text: it can be selected and follows the page's font
     "svg.hashsalt": "txl",  # the same data give the same file
 }
-_DARK_RULES = (
+DARK_RULES = (
     "\n@media (prefers-color-scheme: dark) {\n"
     + "".join(
         f'[style*="{use}: {LIGHT[name]}"] {{ {use}: {DARK[name]} !important }}\n'
         for name in ("ink", "soft", "line", "accent", "second", "paper")
         for use in ("fill", "stroke")
     )
-    + 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg) }\n}\n'  # as in `style.STYLE`
+    + 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert(.89) hue-rotate(180deg) }\n}\n'
 )
-"""Style rules that give an SVG file the colours of dark mode; viewers that ignore the rules show the light ones."""
+"""Style rules that give an SVG the colours of dark mode; viewers that ignore the rules show the light ones.
+
+In heat maps, and in the scales beside them, nothing is the page's colour and much stands out from it; hues stay."""
 Draw = Callable[[Figure], None]
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """A figure for a page, drawn twice: for a wide and for a narrow column."""
+class Plot:
+    """A figure for a page or for a file of its own."""
 
-    wide: str
-    narrow: str
+    name: str
+    """Name that is unique in the page."""
+    title: str
+    description: str
+    """The figure's content in words."""
+    height: float
+    """Height in inches; the width is `WIDTH`."""
+    draw: Draw
+    """Function that draws the content on an empty figure."""
+
+    def embedded(self) -> str:
+        """Return the figure as an `<svg>` element for a page."""
+        svg = _svg(self.draw, (WIDTH, self.height), {"Format": None, "Type": None})
+        svg = re.sub(
+            r"<style.*?</style>", "", svg[svg.index("<svg") :].strip(), flags=re.DOTALL
+        )  # the page has its own
+        svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", svg)  # ids are unique in a page
+        label = escape(f"{self.title}. {self.description}")
+        return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+    def save(self, path: Path) -> None:
+        """Write the figure as .svg or .png.
+
+        Raises:
+            OSError: if the file cannot be written.
+        """
+        save_figure(self.draw, path, (WIDTH, self.height), self.description)
 
 
-def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: str) -> Drawing:
+def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: str) -> Plot:
     """Draw training and validation quality against the step.
 
     Args:
@@ -118,7 +155,7 @@ def loss_figure(train: Sequence[TrainEvent], valid: Sequence[ValidEvent], unit: 
     if valid:
         low = min(valid, key=lambda event: event["nll"])
         last += f"; the lowest validation is {quality(low['nll'], unit):.3f} at step {low['step']:,}"
-    return drawing(draw, "loss", "Loss while training", f"{last}.", wide=(7.6, 3.3), narrow=(4.2, 3.2))
+    return Plot("loss", "Loss while training", f"{last}.", 3.3, draw)
 
 
 def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple[float, float]:
@@ -133,7 +170,7 @@ def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple
     return low - 0.08 * spread, high + 0.15 * spread
 
 
-def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
+def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Plot:
     """Draw learning rate and gradient norm against the step, one above the other.
 
     Args:
@@ -165,10 +202,10 @@ def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Drawing:
         figure.align_ylabels()
 
     text = f"The learning rate peaks at {max(rates):.3g} and ends at {rates[-1]:.3g}."
-    return drawing(draw, "schedule", "Learning rate and gradient norm", text, wide=(7.6, 3.4), narrow=(4.2, 3.8))
+    return Plot("schedule", "Learning rate and gradient norm", text, 3.4, draw)
 
 
-def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory: int | None = None) -> Drawing:
+def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory: int | None = None) -> Plot:
     """Draw quality against memory length.
 
     Args:
@@ -178,13 +215,12 @@ def memory_figure(rows: Sequence[EvaluationFigures], unit: str, training_memory:
     """
     ordered = sorted(rows, key=lambda row: row["mem_len"])
     points = ", ".join(f"{quality_text(row['nll'], unit)} at memory {row['mem_len']:,}" for row in ordered)
-    return drawing(
-        lambda figure: draw_memory_curve(figure.add_subplot(), rows, unit, training_memory),
+    return Plot(
         "memory",
         "Quality against memory length",
         f"{quality_label(unit).capitalize()}: {points}.",
-        wide=(7.6, 3.3),
-        narrow=(4.2, 3.2),
+        3.3,
+        lambda figure: draw_memory_curve(figure.add_subplot(), rows, unit, training_memory),
     )
 
 
@@ -204,7 +240,7 @@ def draw_memory_curve(
     kept = _with_room(axes, lengths)
     axes.set_xticks(kept)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     for row, length, value in zip(rows, lengths, values, strict=True):
         if length in kept:
             axes.annotate(
@@ -257,7 +293,7 @@ def save_memory_curve(rows: Sequence[Evaluation], path: Path) -> None:
             parse_math=False,
         )
 
-    save_figure(draw, path, (7.6, 3.5))
+    save_figure(draw, path, (WIDTH, 3.5))
 
 
 def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: str | None = None) -> None:
@@ -272,72 +308,25 @@ def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: 
     Raises:
         OSError: if the image cannot be written.
     """
-    buffer = io.BytesIO()
-    with _style():
-        # The background is drawn too: a viewer's own background may suit neither the light nor the dark colours.
-        figure = _figure(draw, size)
-        figure.set_facecolor("white")
-        if path.suffix == ".png":
-            FigureCanvasAgg(figure).print_figure(buffer, dpi=150, metadata={"Software": None})
-        else:
-            metadata = {"Date": None, "Creator": None, "Description": description}
-            FigureCanvasSVG(figure).print_figure(buffer, metadata=metadata)
-    content = buffer.getvalue()
-    if path.suffix != ".png":
-        content = content.replace(b"</style>", f"{_DARK_RULES}</style>".encode(), 1)
+    if path.suffix == ".png":
+        buffer = io.BytesIO()
+        with _style():
+            FigureCanvasAgg(_figure(draw, size)).print_figure(buffer, dpi=150, metadata={"Software": None})
+        content = buffer.getvalue()
+    else:
+        svg = _svg(draw, size, {"Description": description})
+        content = svg.replace("</style>", f"{DARK_RULES}</style>", 1).encode()
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
-def drawing(
-    draw: Draw, name: str, title: str, description: str, *, wide: tuple[float, float], narrow: tuple[float, float]
-) -> Drawing:
-    """Draw a figure as two `<svg>` elements.
-
-    Args:
-        draw: function that draws the content on an empty figure.
-        name: prefix of all element ids; must be unique in the page.
-        title: title for screen readers.
-        description: content of the figure in words, for screen readers.
-        wide: width and height in inches for a wide column; one inch is about 96 pixels of the page.
-        narrow: width and height in inches for a narrow column.
-    """
-    return Drawing(
-        _svg(draw, f"{name}-wide", title, description, wide), _svg(draw, f"{name}-narrow", title, description, narrow)
-    )
-
-
-def _svg(draw: Draw, name: str, title: str, description: str, size: tuple[float, float]) -> str:
+def _svg(draw: Draw, size: tuple[float, float], metadata: dict[str, str | None]) -> str:
+    """Return a figure as the text of an SVG file."""
     buffer = io.StringIO()
     with _style():
-        figure = _figure(draw, size)
-        for axes in figure.axes:
-            axes.set_facecolor("none")  # the page's background shows through
-        FigureCanvasSVG(figure).print_figure(buffer, facecolor="none", metadata={"Date": None, "Creator": None})
-    width, height = (72 * length for length in size)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="0 0 {width:g} {height:g}" role="img" aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{escape(title)}</title><desc id="{name}-desc">{escape(description)}</desc>\n'
-        f"{_embedded(buffer.getvalue(), name)}"
-    )
-
-
-def _embedded(svg: str, name: str) -> str:
-    """Return the content of an SVG file, including the closing tag, in a form that a page can embed.
-
-    Args:
-        svg: SVG file as matplotlib writes it.
-        name: prefix of all ids.
-    """
-    body = svg[svg.index(">", svg.index("<svg")) + 1 :].strip()
-    # A <style> element would apply to the whole page.
-    body = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", body, flags=re.DOTALL)
-    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
-    body = re.sub(r"font: ([\d.]+px)[^;\"]*", r"font-size: \1", body)  # the page sets the font family
-    for variable in ("ink", "soft", "line", "accent", "second", "paper"):  # CSS variables follow dark mode
-        body = body.replace(LIGHT[variable], f"var(--{variable}, {LIGHT[variable]})")
-    return re.sub(r"\n\s*", "\n", body)
+        canvas = FigureCanvasSVG(_figure(draw, size))
+        canvas.print_figure(buffer, metadata={"Date": None, "Creator": None, **metadata})
+    return buffer.getvalue()
 
 
 @contextmanager
@@ -352,7 +341,8 @@ def _style() -> Iterator[None]:
 
 
 def _figure(draw: Draw, size: tuple[float, float]) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
+    # The background is drawn too: a viewer's own background may suit neither the light nor the dark colours.
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     draw(figure)
     return figure
 
@@ -366,7 +356,7 @@ def _step_axis(axes: Axes) -> None:
     axes.set_xlim(left=0)
     axes.margins(x=0.02)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from txl.files import JsonObject, replacing
-from txl.reporting.context_figures import Plot, gains_plot, length_plot, steps_plot
-from txl.reporting.page import escape, figure, note, page, section, table
-from txl.reporting.wording import counted, short_name
+from txl.reporting.context_figures import gains_plot, length_plot, steps_plot
+from txl.reporting.page import render
+from txl.reporting.plots import Plot
 from txl.units import ppl_text
 
 
@@ -20,10 +20,10 @@ def recl_plots(result: JsonObject) -> dict[str, Plot]:
     Args:
         result: result that `txl recl --json` prints.
     """
-    models = {each["name"]: each for each in result["models"]}
+    models = {model["name"]: model for model in result["models"]}
     points = {
-        name: [(length, each["ppl"][str(length)]) for length in result["context_lengths"]]
-        for name, each in models.items()
+        name: [(length, model["ppl"][str(length)]) for length in result["context_lengths"]]
+        for name, model in models.items()
     }
     plots = {"perplexity": length_plot(points, "perplexity", "context length", "perplexity per token")}
     for r, pairs in result["relative_gains"].items():
@@ -45,53 +45,27 @@ def recl_page(result: JsonObject, plots: dict[str, Plot], command: Sequence[str]
         plots: plots that `recl_plots` returned.
         command: words of the command line that made the result.
     """
-    lengths = result["context_lengths"]
-    title = "Relative effective context length"
-    words = (
-        f"{result['targets']:,} targets spread over the {result['split']} split of {short_name(result['corpus'])}, "
-        f"each predicted from exactly {lengths[0]:,}, {lengths[1]:,} ... {lengths[-1]:,} tokens "
-        f"by {counted(len(result['models']), 'model')}."
-    )
-    figures = [
-        section(
-            "Figure 4: perplexity by context length",
-            figure(plots["perplexity"].drawing(), "Of the same targets, not calibrated by the group’s baseline."),
-        )
+    models, fractions = result["models"], list(result["relative_gains"])
+    recl = [
+        [model["name"], f"{model['parameters']:,}", *(f"{model['recl'][r]:,}" for r in fractions)] for model in models
     ]
-    for r in result["relative_gains"]:
-        figures.append(
-            section(
-                f"Figure 3: what longer contexts gain, r = {r}",
-                figure(
-                    plots[f"relative-gain-r{r}"].drawing(),
-                    "g(c,c′) of each step. A model’s RECL is the first c at which its line lies below the threshold.",
-                ),
-                figure(
-                    plots[f"gains-r{r}"].drawing(),
-                    "exp f(c,c) − exp f(c,c′) of every pair; what stands out more gains more from the longer context.",
-                ),
-            )
-        )
-    body = [
-        f"<header><h1>{title}</h1><p>{escape(words)}</p></header>",
-        _table_8(result),
-        *figures,
-        _perplexities(result),
-        section(
-            "How",
-            note(
-                "Appendix C of the paper. Every target’s context is read from empty memory, so that a model with "
-                "memory sees exactly as much as one without. All models share one baseline, the least loss of any of "
-                "them at the shorter context: the figures hold for this group alone."
-            ),
-            note(f"`{shlex.join(command)}`"),
-            note("Everything on this page is in `recl.json` beside it."),
-        ),
+    perplexities = [
+        [f"{length:,}", *(ppl_text(model["ppl"][str(length)]) for model in models)]
+        for length in result["context_lengths"]
     ]
-    return page(title, body)
+    values = {
+        "title": "Relative effective context length",
+        "result": result,
+        "plots": plots,
+        "recl": [["model", "parameters", *(f"r = {r}" for r in fractions)], *recl],
+        "notes": limited_contexts(result),
+        "perplexities": [["context", *(model["name"] for model in models)], *perplexities],
+        "command": shlex.join(command),
+    }
+    return render("recl.html", values)
 
 
-def held_notes(result: JsonObject) -> list[str]:
+def limited_contexts(result: JsonObject) -> list[str]:
     """Return a sentence for each model that cannot read the longest context at once.
 
     Args:
@@ -99,10 +73,10 @@ def held_notes(result: JsonObject) -> list[str]:
     """
     longest = result["context_lengths"][-1]
     return [
-        f"{each['name']} reads at most {each['longest_context']:,} tokens at once: longer contexts were cut to "
-        f"{each['longest_context']:,} tokens, so its effective context is at most that."
-        for each in result["models"]
-        if each["longest_context"] is not None and each["longest_context"] < longest
+        f"{model['name']} reads at most {most:,} tokens at once: longer contexts were cut to {most:,} tokens, so its "
+        f"effective context is at most that."
+        for model in result["models"]
+        if (most := model["longest_context"]) is not None and most < longest
     ]
 
 
@@ -113,54 +87,17 @@ def write_recl(folder: Path, result: JsonObject, command: Sequence[str]) -> list
         OSError: if a file cannot be written. Each file is then complete: the old or the new version.
     """
     plots = recl_plots(result)
-    written = []
-    for name, plot in plots.items():
-        for ending in ("svg", "png"):
-            written.append(folder / f"{name}.{ending}")
-            plot.save(written[-1])
+    figures = {folder / f"{name}.{ending}": plot for name, plot in plots.items() for ending in ("svg", "png")}
+    for path, plot in figures.items():
+        plot.save(path)
     texts = {
-        "recl.json": json.dumps(result, indent=1, ensure_ascii=False) + "\n",
-        "recl.html": recl_page(result, plots, command),
+        folder / "recl.json": json.dumps(result, indent=1, ensure_ascii=False) + "\n",
+        folder / "recl.html": recl_page(result, plots, command),
     }
-    for name, text in texts.items():
-        with replacing(folder / name) as temporary:
+    for path, text in texts.items():
+        with replacing(path) as temporary:
             temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
-        written.append(folder / name)
-    return written
-
-
-def _table_8(result: JsonObject) -> str:
-    fractions = list(result["relative_gains"])
-    rows = [
-        [each["name"], f"{each['parameters']:,}", *(f"{each['recl'][r]:,}" for r in fractions)]
-        for each in result["models"]
-    ]
-    heads = ["model", "parameters", *(f"r = {r}" for r in fractions)]
-    longest = result["context_lengths"][-1]
-    return section(
-        "Table 8: relative effective context length",
-        table(
-            f"Tokens up to which a longer context still gains {result['threshold']:.3g} of perplexity, r: the fraction "
-            f"of targets that are hardest for the group",
-            heads,
-            rows,
-            range(1, len(heads)),
-        ),
-        note(f"{longest:,}, the longest that was measured, means that gains never stopped."),
-        *(note(each) for each in held_notes(result)),
-        note("Table 8 compares models of the same parameter budget."),
-    )
-
-
-def _perplexities(result: JsonObject) -> str:
-    names = [each["name"] for each in result["models"]]
-    rows = [
-        [f"{length:,}", *(ppl_text(each["ppl"][str(length)]) for each in result["models"])]
-        for length in result["context_lengths"]
-    ]
-    return section(
-        "Perplexities", table("Per token, by context length", ["context", *names], rows, range(1, len(names) + 1))
-    )
+    return [*figures, *texts]
 
 
 def _id(name: str) -> str:

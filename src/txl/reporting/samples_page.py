@@ -11,7 +11,7 @@ from pathlib import Path
 from txl.analysis.mentions import KINDS
 from txl.analysis.samples import Measures, Passage, Plan, Sample, pooled
 from txl.files import JsonObject, write_whole
-from txl.reporting.page import escape, note, page, section, table, visible
+from txl.reporting.page import render
 from txl.reporting.wording import counted, short_name
 from txl.units import token_name
 
@@ -84,14 +84,43 @@ def settings_text(plan: Plan) -> str:
 
 def samples_page(samples: Sequence[Sample], about: About) -> str:
     """Return the page as self-contained HTML."""
-    heading = f"Generated text: {short_name(about.run)} on {short_name(about.corpus)}"
-    body = [
-        f"<header><h1>{escape(heading)}</h1><p>{escape(_lead(samples, about))}</p></header>",
-        _overview(samples, about),
-        *(_sample(number, sample, about) for number, sample in enumerate(samples, start=1)),
-        _explanation(about),
-    ]
-    return page(heading, body)
+    values = {
+        "title": f"Generated text: {short_name(about.run)} on {short_name(about.corpus)}",
+        "lead": _lead(samples, about),
+        "headings": HEADINGS,
+        "summary": summary_rows(samples, about.unit),
+        "caption": f"All {counted(len(samples), 'sample')} together",
+        "samples": [_shown(number, sample, about) for number, sample in enumerate(samples, start=1)],
+        "sentences": _sentences(about),
+    }
+    return render("samples.html", values)
+
+
+def _shown(number: int, sample: Sample, about: About) -> dict[str, object]:
+    """Return a sample as the page shows it, with the longest span copied from the training text marked."""
+    made, true = sample.generation_measures, sample.reference_measures
+    return {
+        "number": number,
+        "title": _title(number, sample, about),
+        "context": _cut(sample.context, (0, 0)),
+        "generation": _cut(sample.generation, made.longest_copy),
+        "reference": _cut(sample.reference, true.longest_copy),
+        "rows": _rows([made], [true], about.unit),
+    }
+
+
+def _cut(text: Passage, span: tuple[int, int]) -> tuple[str, str, str]:
+    """Return a text before, inside and after a span, which is given as a first token and a number of tokens.
+
+    White space at the edges of the span is moved out of it; white space at the edges of the text is dropped.
+    """
+    first, length = span
+    parts = (slice(first), slice(first, first + length), slice(first + length, None))
+    before, inside, after = ("".join(text.pieces[part]) for part in parts)
+    marked = inside.strip()
+    before += inside[: len(inside) - len(inside.lstrip())]
+    after = inside[len(inside.rstrip()) :] + after if marked else after
+    return before.lstrip(), marked, after.rstrip()
 
 
 def samples_markdown(samples: Sequence[Sample], about: About) -> str:
@@ -158,46 +187,8 @@ def _lead(samples: Sequence[Sample], about: About) -> str:
     return words
 
 
-def _overview(samples: Sequence[Sample], about: About) -> str:
-    caption = f"All {counted(len(samples), 'sample')} together"
-    return section("Measures", table(caption, HEADINGS, summary_rows(samples, about.unit), numbers=(1, 2)))
-
-
 def _title(number: int, sample: Sample, about: About) -> str:
     return f"Sample {number}: from {token_name(about.unit)} {sample.position:,}, seed {sample.seed}"
-
-
-def _sample(number: int, sample: Sample, about: About) -> str:
-    columns = "".join(
-        f'<div><p class="note">{name}</p>{_marked(text, measures.longest_copy)}</div>'
-        for name, text, measures in (
-            ("Generation", sample.generation, sample.generation_measures),
-            ("Reference", sample.reference, sample.reference_measures),
-        )
-    )
-    rows = _rows([sample.generation_measures], [sample.reference_measures], about.unit)
-    return section(
-        _title(number, sample, about),
-        f'<p class="note">Context</p>{_marked(sample.context, (0, 0))}',
-        f'<div class="beside">{columns}</div>',
-        "<details><summary>Measures of this sample</summary>",
-        table(f"Sample {number}", HEADINGS, rows, numbers=(1, 2)),
-        "</details>",
-    )
-
-
-def _marked(text: Passage, span: tuple[int, int]) -> str:
-    """Return a text as HTML in which `span`, a first token and a number of tokens, is marked."""
-    first, length = span
-    parts = [
-        "".join(text.pieces[part]) for part in (slice(first), slice(first, first + length), slice(first + length, None))
-    ]
-    before, inside, after = parts
-    # White space at the edges of the span is moved out of the mark; white space at the edges of the text is dropped.
-    outer = before + inside[: len(inside) - len(inside.lstrip())]
-    marked = f"<mark>{visible(inside.strip())}</mark>" if inside.strip() else ""
-    rest = inside[len(inside.rstrip()) :] + after if marked else after
-    return f'<pre class="prose">{visible(outer.lstrip())}{marked}{visible(rest.rstrip())}</pre>'
 
 
 def _sentences(about: About) -> list[str]:
@@ -225,10 +216,6 @@ def _sentences(about: About) -> list[str]:
         "A few samples say little: all of this differs by chance from text to text. Draw more (`--count`) before "
         "comparing models.",
     ]
-
-
-def _explanation(about: About) -> str:
-    return section("What the measures say", *(note(sentence) for sentence in _sentences(about)))
 
 
 def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -163,7 +163,7 @@ class TrainEvent(LogEvent):
     tokens_per_second: float
     tokens: int
     """Number of targets trained on since the run began."""
-    tokens_read: NotRequired[int]
+    tokens_read: int
     """Number of tokens of all segments read since the run began."""
     elapsed: float
     """Seconds of training since the run began."""
@@ -362,9 +362,8 @@ class SampleEvent(LogEvent):
     temperature: float
     seed: int | None
     max_tokens: int
-    mem_len: NotRequired[int | None]
-    window: NotRequired[int | str | None]
-    """"none" in older logs means None."""
+    mem_len: int | None
+    window: int | None
 
 
 class CompressionEvent(LogEvent):

@@ -9,12 +9,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
-from txl.reporting.plots import ACCENT, INK, SECOND, Drawing, drawing
+from txl.reporting.plots import ACCENT, INK, SECOND, Plot
 from txl.units import quality, quality_label
 from txl_lab.paper.outcome import GroupGains, Outcome
 
 
-def quality_figure(outcome: Outcome) -> Drawing | None:
+def quality_figure(outcome: Outcome) -> Plot | None:
     """Draw the results of every trained row: a dot for each seed and a bar at the mean; lower is better."""
     rows = [row for row in outcome.rows if outcome.values[row.row.key].get("quality")]
     if not rows:
@@ -42,12 +42,10 @@ def quality_figure(outcome: Outcome) -> Drawing | None:
         f"{name} {statistics.fmean(each):.4g}" for name, each in zip(names, values, strict=True)
     )  # fmt: skip
     height = 1.0 + 0.32 * len(names)
-    return drawing(
-        draw, "quality", "Results over seeds", f"Means: {text}.", wide=(7.6, height), narrow=(4.2, height)
-    )  # fmt: skip
+    return Plot("quality", "Results over seeds", f"Means: {text}.", height, draw)
 
 
-def cost_figure(outcome: Outcome) -> Drawing | None:
+def cost_figure(outcome: Outcome) -> Plot | None:
     """Draw quality against training time per token, as means over seeds with one line per group of rows."""
     points: dict[str, list[tuple[float, float, str]]] = {}
     for row in outcome.definition.rows:
@@ -78,10 +76,10 @@ def cost_figure(outcome: Outcome) -> Drawing | None:
 
     text = "; ".join(f"{name} {value:.4g} at {time:.2f}" for each in points.values() for time, value, name in each)
     title = "Results against training time a token"
-    return drawing(draw, "cost", title, f"{text}.", wide=(7.6, 3.6), narrow=(4.2, 3.6))
+    return Plot("cost", title, f"{text}.", 3.6, draw)
 
 
-def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Drawing | None:
+def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) -> Plot | None:
     """Draw quality against attention or context length, as means over seeds with one line per row."""
     shown = [key for key in keys if outcome.curves.get(key)]
     if not shown:
@@ -93,10 +91,10 @@ def length_figure(outcome: Outcome, keys: Sequence[str], name: str, label: str) 
         ]
         for key in shown
     }
-    return length_plot(points, name, label, quality_label(outcome.unit)).drawing()
+    return length_plot(points, name, label, quality_label(outcome.unit))
 
 
-def speed_figure(outcome: Outcome) -> Drawing | None:
+def speed_figure(outcome: Outcome) -> Plot | None:
     """Draw the slowdown of the vanilla Transformer by attention length, as measured and as published."""
     measured = sorted(
         (next(iter(row.by_seed.values()))["attention_length"], statistics.fmean(outcome.values[row.row.key]["slower"]))
@@ -121,11 +119,11 @@ def speed_figure(outcome: Outcome) -> Drawing | None:
         axes.legend(loc="upper left")
 
     text = "; ".join(f"{times:,.0f} times at attention length {length:,}" for length, times in measured)
-    return drawing(draw, "speed", "Slowdown of the vanilla Transformer", f"{text}.", wide=(7.6, 3.2), narrow=(4.2, 3.2))
+    return Plot("speed", "Slowdown of the vanilla Transformer", f"{text}.", 3.2, draw)
 
 
-def gains_figure(gains: GroupGains, names: Sequence[str]) -> Drawing:
+def gains_figure(gains: GroupGains, names: Sequence[str]) -> Plot:
     """Draw Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
     shown = {name: gains.gains[name] for name in names if name in gains.gains}
     title = f"Relative perplexity gains, group {gains.group}"
-    return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title).drawing()
+    return gains_plot(shown, f"gains-{gains.group}-{gains.seed}", title)

@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 from txl.config import RunConfig, model_from_dict
 from txl.files import JsonObject, write_whole
-from txl.reporting.page import escape, figure, note, page, pairs, section, table
-from txl.reporting.plots import Drawing
+from txl.reporting.plots import Plot
 from txl.reporting.wording import counted, short_name
 from txl.units import duration_text
 from txl_lab.paper.experiment import RowResult
@@ -32,6 +31,7 @@ from txl_lab.paper.outcome import (
     repeats_text,
     tuned_rates,
 )
+from txl_lab.paper.parts import escape, figure, note, page, pairs, section, table
 from txl_lab.paper.schema import Row
 
 _COLUMNS = 6
@@ -260,7 +260,7 @@ def _context_figures(outcome: Outcome) -> list[str]:
     return parts
 
 
-def _figure(heading: str, drawn: Drawing, caption: str) -> str:
+def _figure(heading: str, drawn: Plot, caption: str) -> str:
     return section(heading, figure(drawn, caption))
 
 
