@@ -84,12 +84,12 @@ class RunInterrupted(TxlError):
     """Stop of training by a signal, after the state was saved; the message tells how to resume.
 
     Args:
-        problem: the message.
+        message: the message.
         exit_code: 128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM (see `STOP_SIGNALS`).
     """
 
-    def __init__(self, problem: Text, exit_code: int = 130):
-        super().__init__(problem)
+    def __init__(self, message: Text, exit_code: int = 130):
+        super().__init__(message)
         self.exit_code = exit_code
 
 
@@ -97,12 +97,12 @@ class ProcessLost(TxlError):
     """Loss of another process of a distributed run, after which this process cannot continue.
 
     Args:
-        problem: the message.
+        message: the message.
         quiet: True if another process prints the reason.
     """
 
-    def __init__(self, problem: Text = "", quiet: bool = False):
-        super().__init__(problem)
+    def __init__(self, message: Text = "", quiet: bool = False):
+        super().__init__(message)
         self.quiet = quiet
 
 
