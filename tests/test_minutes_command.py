@@ -175,26 +175,26 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "-3"], "--minutes is -3"),
         (["--minutes", "nan"], "--minutes is nan"),
         (["--minutes", "inf"], "--minutes is inf"),
-        (["--minutes", "soon"], "--minutes is 'soon'; expected a number"),
-        (["stdlib-bpe", "--minutes", "5"], "stdlib-bpe is one"),
-        (["--minutes", "5", "--train.steps", "100"], "--minutes determines the steps"),
-        (["--minutes", "5", "--init-from", "elsewhere"], "keeps a run's model; give --steps instead"),
-        (["--minutes", "5", "--extend"], "--extend and --minutes"),
-        (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla"),
-        (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: --minutes supports"),
-        (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: --minutes supports"),
+        (["--minutes", "soon"], "--minutes: expected a number, found 'soon'"),
+        (["stdlib-bpe", "--minutes", "5"], "PRESET stdlib-bpe: "),
+        (["--minutes", "5", "--train.steps", "100"], "--train.steps"),
+        (["--minutes", "5", "--init-from", "elsewhere"], "--init-from"),
+        (["--minutes", "5", "--extend"], "--extend"),
+        (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla: "),
+        (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: "),
+        (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: "),
         (["--minutes", "5", "--train.tf32"], "train.tf32 needs an NVIDIA GPU"),
         (
             ["--minutes", "5", "--train.eval-batch-size", "9000"],
             "(--train.eval-batch-size), or leave these evaluations out (--train.eval-every 0)",
         ),
         (["--minutes", "5", "--train.segment", "20000"], "2 lanes of "),
-        (["--minutes", "5", "--data.corpus", "ptb"], "ptb has presets of its own"),
+        (["--minutes", "5", "--data.corpus", "ptb"], "--data.corpus ptb: it has presets of its own"),
         (["--minutes", "5", "--data.corpus", "nowhere.txt"], "nowhere.txt"),
         (["--minutes", "0.05"], "remain for training"),
-        (["--minutes", "5", "--train.learning-rate", "-1"], "train.learning_rate is -1.0"),
-        (["--minutes", "5", "--train.segment", "-4"], "train.segment is -4"),
-        (["--minutes", "5", "--train.batch-size", "0"], "train.batch_size is 0"),
+        (["--minutes", "5", "--train.learning-rate", "-1"], "--train.learning-rate is -1.0"),
+        (["--minutes", "5", "--train.segment", "-4"], "--train.segment is -4"),
+        (["--minutes", "5", "--train.batch-size", "0"], "--train.batch-size is 0"),
         (["--minutes", "5", "--train.micro-batches", "3"], "train.micro_batches"),
         (["--minutes", "5", "--data.max-words", "5"], "data.max_words"),
         ([], "no preset is named"),
@@ -217,7 +217,7 @@ def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
     assert train("--minutes", "5") == 2
     assert "it contains thesis.doc" in capsys.readouterr().err
     assert main(["train", "--minutes", "5", "--corpus", str(text)]) == 2
-    assert "--out is missing" in capsys.readouterr().err
+    assert "--out: missing" in capsys.readouterr().err
     assert not train.measured
     assert not (tmp_path / "data").exists()
 
@@ -271,7 +271,7 @@ def test_several_processes_do_not_choose(
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train("--minutes", "1") == 2
-    assert "--minutes measures one process" in capsys.readouterr().err
+    assert "--minutes: measures one process" in capsys.readouterr().err
 
 
 def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):

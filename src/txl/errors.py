@@ -39,22 +39,31 @@ class TxlError(Exception):
     """Error that the command line reports in one line, without a traceback.
 
     Each text is a string, or a tuple of strings, `Field`s and other errors, which are written one after the other:
-    ``("give another ", Field("out"))``. The message is "FIELD is VALUE; expected EXPECTED; REMEDY", or, with a problem,
-    "FIELD VALUE: PROBLEM; expected EXPECTED; REMEDY". Parts that are not given are left out.
+    ``("give another ", Field("out"))``. The message is "FIELD is VALUE, but BUT; expected EXPECTED; REMEDY", or, with a
+    problem, "FIELD VALUE: PROBLEM; expected EXPECTED; REMEDY". Parts that are not given are left out.
 
     Args:
-        problem: what is wrong; empty if field, value and `expected` say it.
+        problem: what is wrong; empty if the other parts say it.
         field: name of the setting that is wrong, as for `Field`.
         value: value that the setting has; `...`: none is named. Without a field: the file or run that is wrong.
+        but: what the value contradicts.
         expected: what the value should be.
         remedy: what to do.
     """
 
     def __init__(
-        self, problem: Text = "", *, field: str = "", value: object = ..., expected: Text = "", remedy: Text = ""
+        self,
+        problem: Text = "",
+        *,
+        field: str = "",
+        value: object = ...,
+        but: Text = "",
+        expected: Text = "",
+        remedy: Text = "",
     ):
         super().__init__(problem)
-        self.problem, self.field, self.value, self.expected, self.remedy = problem, field, value, expected, remedy
+        self.problem, self.field, self.value = problem, field, value
+        self.but, self.expected, self.remedy = but, expected, remedy
 
     def text(self, name_of: Callable[[str], str] = str) -> str:
         """Return the message.
@@ -64,9 +73,11 @@ class TxlError(Exception):
         """
         words = [name_of(self.field)] if self.field else []
         words += [] if self.value is ... else [_shown(self.value)]
-        subject, problem = (" " if self.problem else " is ").join(words), _written(self.problem, name_of)
-        expected, remedy = _written(self.expected, name_of), _written(self.remedy, name_of)
-        statement = ": ".join(part for part in (subject, problem) if part)
+        problem, but, expected, remedy = (
+            _written(text, name_of) for text in (self.problem, self.but, self.expected, self.remedy)
+        )
+        statement = ": ".join(part for part in ((" " if problem else " is ").join(words), problem) if part)
+        statement += f", but {but}" if but else ""
         return "; ".join(part for part in (statement, expected and f"expected {expected}", remedy) if part)
 
     def __str__(self) -> str:

@@ -96,7 +96,7 @@ def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
         (["--checkpoint", "77"], "checkpoint is 77, but "),
         (["--tokens", "1"], "--tokens is 1"),
         (["--far", "999"], "--far is 999; expected 1 to"),
-        (["--out", "FILE"], "is a file; expected a folder"),
+        (["--out", "FILE"], ": a file; expected a folder"),
         (["--out", "FILE/below"], "cannot be written (Not a directory)"),
         (["--out", "/proc/attention"], "cannot be written"),
     ],

@@ -273,7 +273,7 @@ def test_bytes_are_shown_as_they_are(trained, data_dir, tmp_path, capsys):
     [
         (["--context", "100000"], "the test split has only"),
         (["--split", "dev"], "no split 'dev'"),
-        (["--count", "0"], "--count is 0"),
+        (["--count", "0"], "--count: "),
         (["--seed", "-1"], "--seed is -1"),
         (["--checkpoint", "7"], "checkpoint is 7, but "),
         (["--temperature", "-1"], "temperature is -1"),

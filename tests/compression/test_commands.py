@@ -202,7 +202,7 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is for --online"),
         (["compress", "TEXT", "--model", "RUN", "--dynamic", "sgd", "-o", "OUT"], "--dynamic-learning-rate"),
         (["compress", "TEXT", "--model", "RUN", "--dynamic-decay", "1", "-o", "OUT"], "belongs to --dynamic"),
-        (["compress", "TEXT", "--online", "-o", "TEXT"], "is the source itself"),
+        (["compress", "TEXT", "--online", "-o", "TEXT"], ": the source itself"),
         (["compress", "TEXT", "--online", "--json", "-o", "-"], "both write to standard output"),
         (["compress", "NOWHERE", "--online", "-o", "OUT"], "No such file"),
         (["decompress", "TEXT", "-o", "OUT"], "not a file of txl compress"),

@@ -305,7 +305,7 @@ def test_settings_of_the_text_have_two_spellings_in_every_command(words, option,
 
     words = [word.format(story=story, trained=trained) for word in words]
     assert main([*words, option, "nonsense", "--data-dir", str(data_dir)]) == 2
-    assert capsys.readouterr().err.startswith("txl: error: --data.word-rule is 'nonsense'; expected")
+    assert capsys.readouterr().err.startswith("txl: error: --data.word-rule is nonsense; expected")
 
 
 def test_a_setting_changes_a_corpus_whatever_its_spelling(story, data_dir, capsys):
@@ -347,5 +347,5 @@ def test_json_with_a_number_of_too_many_digits_is_not_a_configuration(tmp_path):
         read_json(tmp_path / "a.json")
     stored = RunConfig().to_dict()
     stored["train"]["learning_rate"] = 10**400
-    with pytest.raises(UserError, match=r"train\.learning_rate is too large; expected a number"):
+    with pytest.raises(UserError, match=r"train\.learning_rate: too large; expected a number"):
         RunConfig.from_dict(json.loads(json.dumps(stored)))

@@ -380,7 +380,7 @@ def test_lm1b_has_its_own_vocabulary_and_boundaries(boundary, tmp_path, monkeypa
 def test_lm1b_settings_that_do_not_go_are_refused(tmp_path, monkeypatch):
     stand_in(monkeypatch, "lm1b")
     source = lm1b_source(tmp_path / "source")
-    with pytest.raises(UserError, match=r"data\.boundary is 'start'; expected one of end, both"):
+    with pytest.raises(UserError, match=r"data\.boundary is start; expected one of end, both"):
         txl.open_corpus("lm1b", source=source, data_dir=tmp_path, boundary="start")
     with pytest.raises(UserError, match=r"data\.max_words is set, but lm1b has a fixed vocabulary"):
         txl.open_corpus("lm1b", source=source, data_dir=tmp_path, config=DataConfig(unit="word", max_words=5))

@@ -255,7 +255,7 @@ def test_tokens_of_another_vocabulary_are_refused(model):
         ({"mem_len": -1}, "mem_len is -1"),
         ({"mem_len": 3, "window": 9}, "window 9 needs at least 8 positions"),
         ({"max_tokens": 1}, "max_tokens is 1"),
-        ({"dtype": "float16"}, "dtype is 'float16'"),
+        ({"dtype": "float16"}, "dtype is float16"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(model, settings, message):

@@ -68,7 +68,7 @@ def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--step", "0"], "--step is 0"),
+        (["--step", "0"], "--step: "),
         (["--step", "8", "--longest", "15"], "two context lengths"),
         (["--r", "2"], "r is 2.0"),
         (["--r", "0.1,0.5,0.10"], "--r has 0.1 twice"),

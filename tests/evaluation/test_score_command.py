@@ -221,7 +221,7 @@ def test_texts_that_cannot_be_read_leave_nothing(content, runs, tmp_path, capsys
         (["."], "Is a directory"),
         (["text.txt", "--out", "nowhere/table.tsv"], "nowhere is not a folder"),
         (["text.txt", "--out", "."], "is a folder"),
-        (["text.txt", "--out", "./text.txt"], "is the source itself"),
+        (["text.txt", "--out", "./text.txt"], ": the source itself"),
         (["text.txt", "--sliding", "4", "--mem-len", "3"], "--sliding and --mem-len"),
         (["text.txt", "--segment", "0"], "segment is 0"),
         (["text.txt", "--window", "30"], "window"),

@@ -266,7 +266,7 @@ def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
         ([str(tmp_path / "full"), "--out", out], "not a run directory"),
         ([str(run), "--out", out, "--format", "onnx"], "--format is 'onnx'; expected one of huggingface, safetensors"),
         ([str(run), "--out", str(tmp_path / "full")], "not empty"),
-        ([str(run), "--out", str(tmp_path / "file")], "is a file; expected a directory"),
+        ([str(run), "--out", str(tmp_path / "file")], ": a file; expected a directory"),
         ([str(run), "--out", str(tmp_path / "file" / "below")], "cannot be written"),
         ([str(run), "--out", out, "--checkpoint", "77"], "checkpoint is 77, but "),
         ([str(run)], "--out"),

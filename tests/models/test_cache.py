@@ -200,7 +200,7 @@ def test_an_edge_of_the_grid_is_told():
         ({"size": 10**23}, "size is 1000"),
         ({"lambdas": [1.5]}, "lambda is 1.5"),
         ({"segment": 0}, "segment is 0"),
-        ({"dtype": "float8"}, "dtype is 'float8'; expected float32 or bfloat16"),
+        ({"dtype": "float8"}, "dtype is float8; expected float32 or bfloat16"),
         ({"max_tokens": -5}, "max_tokens is -5; expected 2"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"batch_size": 0}, "batch is 0"),

@@ -112,8 +112,8 @@ def test_a_server_under_nohup_outlives_its_terminal(trained):
         (["--allow-host", "https://example.org"], "without scheme and port"),
         (["--allow-host", "*"], "without scheme and port"),
         (["--allow-host", "a b"], "without scheme and port"),
-        (["--streams", ""], "--streams is ''; expected a path or name"),
-        (["--name", ""], "--name is ''; expected a path or name"),
+        (["--streams", ""], "--streams: expected a path or name"),
+        (["--name", ""], "--name: expected a path or name"),
         (["--name", "x\ny"], r"--name is 'x\ny'; expected printable characters, in one line"),
         (["--name", "x\udcff"], r"--name is 'x\udcff'; expected printable"),
         (["--allow-origin", "example.org"], "scheme, host and port"),
@@ -139,7 +139,7 @@ def test_what_is_not_there_or_taken(trained, tmp_path, capsys):
     file = tmp_path / "file"
     file.write_text("not a folder")
     assert main(["serve", str(trained), "--port", "0", "--streams", str(file)]) == 2
-    assert f"--streams {file} is a file; expected a folder" in capsys.readouterr().err
+    assert f"--streams {file}: a file; expected a folder" in capsys.readouterr().err
 
 
 def test_without_the_extra(trained, monkeypatch, capsys):

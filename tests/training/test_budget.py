@@ -150,10 +150,10 @@ def test_the_command_finds_it(capsys):
     [
         (["stdlib-ablation"], "expected one of --like PRESET and --bytes N"),
         (["stdlib-ablation", "--like", "stdlib-ablation", "--bytes", "5"], "expected one of --like"),
-        (["stdlib-ablation", "--bytes", "0"], "--bytes is 0; expected 1 or more"),
+        (["stdlib-ablation", "--bytes", "0"], "--bytes: expected 1 or more"),
         (["stdlib-ablation", "--bytes", "10"], "more than the 10 allowed"),
         (["stdlib-ablation", "--like", "nothing-like-it"], "unknown preset"),
-        (["stdlib-ablation", "--bytes", "10", "--train.batch-size", "0"], "train.batch_size is 0"),
+        (["stdlib-ablation", "--bytes", "10", "--train.batch-size", "0"], "--train.batch-size is 0"),
     ],
 )
 def test_mistakes_are_one_line(words, message, capsys):

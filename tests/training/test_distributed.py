@@ -116,7 +116,7 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch):
     for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    refused = pytest.raises(UserError, match="--device cuda:1 is one GPU, and 2 processes run here")
+    refused = pytest.raises(UserError, match="device cuda:1: one GPU, and 2 processes run here")
     with refused, processes_of("cuda:1"):
         pass
 

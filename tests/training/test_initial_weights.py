@@ -60,7 +60,7 @@ def test_a_run_to_start_from_gives_its_configuration_unless_a_preset_is_named(
     assert main([*other, "--corpus", str(story)]) == 2
     assert "its weights are of another model: " in capsys.readouterr().err
     assert main(["train", "--out", str(tmp_path / "other"), "--init-from", str(story)]) == 2
-    assert f"--init-from {story} is a file; expected a run directory" in capsys.readouterr().err
+    assert f"--init-from {story}: a file; expected a run directory" in capsys.readouterr().err
 
 
 def test_a_run_that_came_to_no_checkpoint_does_not_keep_the_weights_out(trained, story, data_dir, tmp_path):

@@ -133,7 +133,7 @@ def test_a_configuration_is_read_back_or_refused_with_its_name(tmp_path):
     run.write_config(config)
     assert run.config() == config
     (tmp_path / "config.json").write_text('{"model": {"n_layers": 3}}')
-    with pytest.raises(UserError, match=r"config.json: configuration field model.n_layers is not known"):
+    with pytest.raises(UserError, match=r"config.json: model.n_layers: not known"):
         run.config()
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config.json: not JSON"):
@@ -152,7 +152,7 @@ def test_checkpoints_by_name_and_by_number(tmp_path):
     assert run.checkpoint().name == run.checkpoint("best").name == run.checkpoint("5").name == "step-00000005"
     with pytest.raises(UserError, match="checkpoint is 7, but .* has the steps 5, 10"):
         run.checkpoint("7")
-    with pytest.raises(UserError, match="checkpoint is 'newest'; expected best, latest or the number of a step"):
+    with pytest.raises(UserError, match="checkpoint is newest; expected best, latest or the number of a step"):
         run.checkpoint("newest")
     for target in ("garbage", "step-00000007"):
         run.set_pointer("best", target)

@@ -529,5 +529,5 @@ def test_the_log_names_the_dtype_of_validation(story, data_dir, tmp_path):
 
 def test_a_device_that_cannot_be_used_is_refused(story, data_dir, tmp_path):
     assert Trainer(small_run(str(story)), tmp_path / "run", device="cpu:0", data_dir=data_dir).device == "cpu"
-    with pytest.raises(UserError, match="device cuda:99 cannot be used here: "):
+    with pytest.raises(UserError, match="device cuda:99: cannot be used here: "):
         Trainer(small_run(str(story)), tmp_path / "run", device="cuda:99", data_dir=data_dir)

@@ -192,7 +192,8 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
     excluded |= dict.fromkeys(("init_from", "fork", "extend"), "it keeps a run's model, and the minutes choose one")
     for name, why in excluded.items():
         if name in given or getattr(arguments, name, None):
-            raise UserError(why, field=name, remedy=("leave it or ", Field("minutes"), " out"))
+            value = given.get(name) or getattr(arguments, name)
+            raise UserError(why, field=name, value=value, remedy=("leave it or ", Field("minutes"), " out"))
     model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
     if chosen_family(model) is not TransformerXLConfig:
         name = next(name for name in _FAMILY_FIELDS if name in given)
