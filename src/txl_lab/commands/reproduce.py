@@ -58,9 +58,7 @@ def add_parser(commands: Commands) -> None:
         metavar="PATH",
         action="append",
         default=[],
-        help="folder of another table: its finished models and learning rates are reused where the configuration is "
-        "the same; or a record (NAME.json) of this table from another folder or machine: its results are reused, and "
-        "only further rows and seeds are trained (may be given several times)",
+        help=argparse.SUPPRESS,
     )
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument(
@@ -81,23 +79,24 @@ def run(arguments: argparse.Namespace) -> None:
     from txl_lab.paper.scales import find_scale
 
     definition = find_definition(arguments.what)
+    if arguments.reuse:
+        raise UserError(
+            f"--reuse is gone; copy the record to {definition.name}.json in an empty folder, and give that folder to "
+            "--out"
+        )
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     scale = scale.with_dtype(arguments.dtype)
     if arguments.until_converged:
         scale = scale.with_until_converged(UntilConverged())
     seeds = arguments.seeds
     if seeds is None:
-        seeds = 1 if definition.kind == "product" else scale.seeds
+        seeds = scale.seeds if definition.measurement.has_numbers else 1
     if seeds < 1:
         raise UserError(f"--seeds is {seeds}; expected 1 or more")
     data = _data(arguments, definition, scale)
     quiet = arguments.quiet or arguments.json
-    if arguments.so_far and (arguments.dry_run or arguments.reuse):
-        raise UserError(
-            f"--so-far and --{'dry-run' if arguments.dry_run else 'reuse'} were both given; leave one of them out"
-        )
-    if arguments.dry_run and arguments.reuse:
-        raise UserError("--dry-run: the plan does not look into --reuse; leave one of them out")
+    if arguments.so_far and arguments.dry_run:
+        raise UserError("--so-far and --dry-run were both given; leave one of them out")
     if arguments.dry_run:
         from txl_lab.paper.plan import plan, plan_lines
 
@@ -118,13 +117,12 @@ def run(arguments: argparse.Namespace) -> None:
     from txl_lab.paper.page import write_outcome
 
     if process_count() > 1:
-        raise UserError("txl reproduce trains each model in one process; start it several times instead of by torchrun")
+        raise UserError("txl reproduce trains each model in one process; start it without torchrun")
     keep_freed_memory()
     device = pick_device(arguments.device)
     out = Path(arguments.out) if arguments.out else default_folder(definition, scale, data)
-    reuse = tuple(map(Path, arguments.reuse))
     experiment = Experiment(
-        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, reuse=reuse, so_far=arguments.so_far
+        definition, scale, data, out, seeds, device, arguments.data_dir, quiet, so_far=arguments.so_far
     )
     rows = experiment.run()
     outcome = gather(definition, scale, seeds, data.corpus, data.unit, rows, experiment.changed_text)

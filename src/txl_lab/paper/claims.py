@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, Protocol
@@ -145,8 +145,8 @@ def lower_at_equal_time(ours: str, *others: str) -> Judge:
     return judge
 
 
-def above(row: str, threshold: Callable[[Results], float] | float, measure: str) -> Judge:
-    """Return a judge of the claim that a row's measure is above a number, which may depend on the results."""
+def above(row: str, threshold: float | str, measure: str) -> Judge:
+    """Return a judge of the claim that a row's measure is above a number, or above another measure of the row."""
     return lambda results, grids: _beyond(results, grids.get(measure), row, threshold, measure, sign=1)
 
 
@@ -159,14 +159,14 @@ def _beyond(
     results: Results,
     grid: Sequence[float] | None,
     row: str,
-    threshold: Callable[[Results], float] | float,
+    threshold: float | str,
     measure: str,
     sign: int,
 ) -> Verdict:
     missing = _missing(results, (row,), measure)
     if missing is not None:
         return missing
-    limit = threshold if isinstance(threshold, (int, float)) else threshold(results)
+    limit = results[row][threshold][0] if isinstance(threshold, str) else threshold
     values = results[row][measure]
     if len(values) < 2:
         return _ONE_SEED

@@ -13,7 +13,7 @@ from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 from txl_lab.paper.converging import with_convergence
 from txl_lab.paper.scales import Scale
-from txl_lab.paper.schema import Definition, Row
+from txl_lab.paper.schema import FITTED, Definition, Row
 
 _LARGEST_WIDTH = 1 << 14
 _CLOSE = 0.1
@@ -61,16 +61,14 @@ def configure(
     run = _varied(definition, row, scale, data, vocab_size)
     run.name = f"{definition.experiment_name}-{row.key}"
     if row.fit is not None and not scale.is_published:
-        field, key = row.fit
-        target = _varied(definition, definition.row(key), scale, data, vocab_size).model.parameter_count(vocab_size)
-        run = fitted(run, field, vocab_size, target)
+        other = _varied(definition, definition.row(row.fit), scale, data, vocab_size)
+        run = fitted(run, FITTED, vocab_size, other.model.parameter_count(vocab_size))
     if row.equal_memory_with is not None:
         other = configure(definition, definition.row(row.equal_memory_with), scale, data, vocab_size, fit_segment)
         # Both as they are trained: an average of weights or another attention would take other memory.
         run = with_equal_tokens(run, fit_segment(_as_trained(run, scale), other, vocab_size))
     run = _as_trained(run, scale)
-    if not scale.is_published and definition.kind == "quality":
-        # Attention as long as in training: small models become worse with the longer memory of the published models.
+    if not scale.is_published and definition.measurement.tests_as_trained:
         reach = run.model.mem_len + run.train.segment - 1
         run.eval = dataclasses.replace(run.eval, mem_len=reach, window=reach)
     if run.model.mem_len == 0:
@@ -101,8 +99,8 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         run.train.batch_size //= row.lanes_over
         if definition.unit == "word":
             _settle_clusters(run.model, row, vocab_size)
-    longest = max(run.train.segment, scale.longest_context, *attention_lengths(run, scale))
-    if not (scale.is_published and row.as_published):
+    longest = max(run.train.segment, scale.longest_context, *scale.attention_lengths_of(run))
+    if not scale.is_published:
         run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest), drop=True)
     run.data = dataclasses.replace(data)
     if scale.dtype is not None:
@@ -116,12 +114,6 @@ def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
         model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
     elif vocab_size >= 8000:
         model.cutoffs = (vocab_size // 10, vocab_size // 3)
-
-
-def attention_lengths(run: RunConfig, scale: Scale) -> list[int]:
-    """Return the attention lengths to try: multiples of the training segment, and the segment itself."""
-    lengths = {max(1, round(factor * run.train.segment)) for factor in scale.attention_lengths}
-    return sorted(lengths | {run.train.segment})
 
 
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:

@@ -14,7 +14,6 @@ with runs of its own.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +22,7 @@ from typing import TypedDict
 
 from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
-from txl.files import write_whole
-from txl_lab.paper.folder import stored_json
+from txl_lab.paper.stored import stored_json, write_json
 
 LEAST_GAIN = 0.005
 """Least gain in nats per token for which half a rate is chosen. Tables share models only at the same rate, so a tiny
@@ -203,8 +201,7 @@ def tune(
         factor=best,
         at_edge=best in (min(tried | whole), max(tried | whole)),
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(tuned, indent=1) + "\n")
+    write_json(path, dict(tuned), indent=1)
     return tuned
 
 

@@ -1,125 +1,214 @@
-"""Folder of a reproduction: the record of its experiment, locks on parts of the work, and stored JSON files."""
+"""Folder of a reproduction: the record of its experiment, and a result for every row and seed that is finished.
+
+    experiment.json              experiment, scale and corpus of this folder; others are refused
+    memory/ROW.json              longest segment of equal memory, measured once (Table 10)
+    rates/                       learning rates that were tried (`--until-converged`)
+    runs/ROW-seedN/              run directories, as `txl train` writes them
+    results/ROW-seedN.json       measurements of each run; results/KIND/ROW-seedN.json where files are made
+    made/                        files made with the models (Figures 5 to 7, samples)
+    NAME.html  NAME.json         the page, and its contents as JSON: the record of the table
+
+A table goes on from its record too, on any machine: a folder that has nothing but NAME.json (copied from another folder
+or from the project's `results/`) begins with the results and learning rates of that record. The models stay where they
+were trained.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import portalocker
-from portalocker import LockFlags
+from txl.config import RunConfig
+from txl.errors import UserError, cause
+from txl.files import JsonObject, read_json
+from txl_lab.paper.converging import at_rate, recipe_of
+from txl_lab.paper.schema import Definition, Row
+from txl_lab.paper.stored import changes, stored_json, write_json
 
-from txl.errors import UserError
-from txl.files import JsonObject, read_json, write_whole
-from txl.runs.directory import of_today
-
-
-class Busy(Exception):
-    """Exception for a part that another process of the same reproduction works on."""
+_REMEDY = "give another --out, or delete it to measure its model again (and its run, to train anew)"
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Folder of a reproduction, with the record experiment.json.
+    """Folder of a reproduction.
 
     Args:
         path: path of the folder, which may be missing.
-        about: required entries of the record, as far as they are known before the corpus is opened.
+        definition: table of the reproduction.
     """
 
     path: Path
-    about: JsonObject
+    definition: Definition
 
     @property
     def is_begun(self) -> bool:
         """True if the folder has the record of an experiment."""
-        return self._record.is_file()
+        return self._about.is_file()
 
-    def check(self) -> None:
-        """Refuse a folder with other files or the results of another experiment."""
-        # Listed before the record is read, because another process may write the record at any time.
-        is_other = self.path.exists() and (not self.path.is_dir() or any(map(_is_foreign, self.path.iterdir())))
-        there = stored_json(self._record)
-        if there is not None:
-            self._agrees(there, self.about)
-        elif is_other:
+    @property
+    def about(self) -> JsonObject:
+        """Experiment of the folder; empty if it is not begun."""
+        return stored_json(self._about) or {}
+
+    @property
+    def rates(self) -> Path:
+        """Folder of the learning rates that were tried."""
+        return self.path / "rates"
+
+    def run(self, row: Row, seed: int) -> Path:
+        """Return the run directory of a row."""
+        return self.path / "runs" / f"{row.key}-seed{seed}"
+
+    def check(self, about: JsonObject) -> None:
+        """Refuse a folder with other files, or with results of another experiment than `about`."""
+        there = self.about
+        changed = changes({name: there.get(name) for name in about}, about) if there else []
+        if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
+            raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
+        is_other = self.path.exists() and (not self.path.is_dir() or any(map(self._foreign, self.path.iterdir())))
+        if is_other and not there:
             raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
 
-    def claim(self, found: JsonObject) -> None:
-        """Create the folder and its record, unless the record agrees already.
+    def begin(self, about: JsonObject) -> None:
+        """Create the folder with its record, or check that it holds the same experiment.
 
         Args:
-            found: further entries of the record: the identity of the text, or the hardware whose times are stored.
+            about: experiment, scale, corpus, and identity of the text, or hardware whose times are stored.
         """
-        there, about = stored_json(self._record), self.about | found
-        if there is not None and self._agrees(there, about):
+        self.check(about)
+        if self.about == about:
             return
         for leftover in ("corpus", "memory"):  # left by an experiment without results
             shutil.rmtree(self.path / leftover, ignore_errors=True)
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_whole(self._record, json.dumps(about, indent=1) + "\n")
+        if not self.is_begun and self._record.exists():
+            self._take_record(about)
+        write_json(self._about, about, indent=1)
 
-    @contextmanager
-    def working_on(self, part: str) -> Iterator[None]:
-        """Lock a part of the experiment within the block, against other processes.
+    def load(self, row: Row, seed: int) -> JsonObject | None:
+        """Return the stored result of a row; None if there is none, or if files that it names are gone."""
+        path = self._result(row, seed)
+        stored = stored_json(path)
+        if stored is None:
+            return None
+        if missing := [name for name in self.definition.measures if not _is_number(stored.get(name))]:
+            raise UserError(f"{path}: damaged (no number in {', '.join(missing)}); delete it to measure anew")
+        return stored if all((self.path / name).exists() for name in stored.get("files", ())) else None
 
-        On a file system without locks the part stays unlocked, and a note is printed.
+    def save(self, row: Row, seed: int, result: JsonObject) -> None:
+        """Store the result of a row."""
+        write_json(self._result(row, seed), result)
 
-        Raises:
-            Busy: if another process works on the part.
+    def check_result(self, row: Row, seed: int, config: JsonObject) -> None:
+        """Refuse a stored result of another configuration.
+
+        Args:
+            row: row of the table.
+            seed: seed of the run.
+            config: configuration of the row, at the learning rate of its recipe.
         """
-        path = self.path / "locks" / f"{part}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            try:
-                portalocker.lock(file, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
-            except portalocker.AlreadyLocked:
-                raise Busy from None
-            except (OSError, portalocker.LockException) as error:
-                print(f"note: {path}: no lock ({error}); start no second process here", file=sys.stderr)
-            yield
+        result = self.load(row, seed)
+        if result is None:
+            return
+        path, configured = self._result(row, seed), RunConfig.from_dict(config)
+        configured.train.seed, before = seed, RunConfig.from_dict(result.get("config"))
+        if "rates" in result:  # the row has the rate of its recipe, the stored run the tuned rate
+            if result["rates"]["recipe"] != recipe_of(configured):
+                raise UserError(
+                    f"{path} has the learning rate of {result['rates']['recipe']}, but {recipe_of(configured)} is "
+                    f"tuned apart now; {_REMEDY}"
+                )
+            configured = at_rate(configured, result["rates"]["factor"])
+        before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
+        if "recorded" in result:  # measured on another machine, where other arithmetic may be fast
+            before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
+        if changed := changes(before.to_dict(), configured.to_dict()):
+            raise UserError(f"{path} is of another configuration: {', '.join(changed)}; {_REMEDY}")
+
+    @property
+    def _about(self) -> Path:
+        return self.path / "experiment.json"
 
     @property
     def _record(self) -> Path:
-        return self.path / "experiment.json"
+        return self.path / f"{self.definition.name}.json"
 
-    def _agrees(self, there: JsonObject, asked: JsonObject) -> bool:
-        """Return True if the record has the entries `asked`; refuse a folder that has results of another experiment."""
-        there = of_today(there)
-        changed = changes({name: there.get(name) for name in asked}, asked)
-        if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
-            raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
-        return not changed
+    def _result(self, row: Row, seed: int) -> Path:
+        return self.path / "results" / self.definition.measurement.results / f"{row.key}-seed{seed}.json"
+
+    def _foreign(self, path: Path) -> bool:
+        """Return True if a file or folder is not one that a reproduction writes first or begins with."""
+        return not path.name.startswith(("experiment.json", self._record.name))
+
+    def _take_record(self, about: JsonObject) -> None:
+        """Write the results and learning rates of the record in the folder, as if they had been measured here."""
+        whole = read_json(self._record, "give another record")
+        record = whole.get("output", whole) if isinstance(whole, dict) else None
+        if not isinstance(record, dict) or record.get("what") != self.definition.name:
+            raise UserError(f"{self._record}: not a record of {self.definition.name}; delete it")
+        try:
+            there = {"scale": dict(record["scale"]), "text": record.get("text")}
+            wanted = {"scale": json.loads(json.dumps(about["scale"])), "text": about["text"]}
+            for each in (there, wanted):
+                each["scale"].pop("dtype", None)  # another machine may be fast in other arithmetic
+            if changed := changes(there, wanted):
+                raise UserError(f"{self._record} is of another reproduction: {', '.join(changed)}; delete it")
+            origin = {name: whole[name] for name in ("commit", "date") if name in whole}
+            origin |= {name: record[name] for name in ("command", "hardware")} | {"dtype": record["scale"].get("dtype")}
+            results = list(self._recorded(record, origin))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{self._record}: damaged{cause(error)}; give another record") from None
+        for row, seed, result in results:
+            self.save(row, seed, result)
+            if "rates" in result:  # further seeds train at the same rate
+                write_json(self.rates / f"{result['rates']['recipe']}.json", result["rates"], indent=1)
+
+    def _recorded(self, record: JsonObject, origin: JsonObject) -> Iterator[tuple[Row, int, JsonObject]]:
+        """Yield the row, seed and result of every measurement that can be taken from a record.
+
+        A model that a row's continuous cache needs is taken only if the result of the cache is there too, and a model
+        of a group whose losses are compared only if the group's other models of the same seed are.
+        """
+        rows = {row["row"]: row for row in record["rows"]}
+        compared = self.definition.measurement.compares_losses
+        for row in self.definition.rows:
+            together = [row, *(each for each in self.definition.rows if each.cache_over == row.key)]
+            if compared:
+                together += [each for each in self.definition.rows if each.group == row.group and each.trained]
+            seeds = set.intersection(
+                *(set(rows[each.key]["seeds"]) if each.key in rows else set() for each in together)
+            )
+            for place, seed in enumerate(sorted(map(int, seeds))):
+                recorded = rows[row.key]
+                result = dict(recorded["seeds"][str(seed)])
+                run = RunConfig.from_dict(recorded["config"])
+                if "rates" in result:
+                    run = at_rate(run, result["rates"]["factor"])
+                run.train.seed = seed
+                result |= {"config": run.to_dict(), "recorded": result.get("recorded", origin)}
+                if compared:
+                    result["effective context"] = _effective_context(record, recorded, row.group, seed, place)
+                yield row, seed, result
 
 
-def _is_foreign(path: Path) -> bool:
-    """Return True if a file or folder is not one that a reproduction writes first."""
-    return path.name != "locks" and not path.name.startswith("experiment.json")
+def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:
+    """Return what a record of Table 8 has instead of losses of single targets: lengths, mean losses, gains."""
+    [gains] = [
+        each["gains"]
+        for each in record["gains"]
+        if (each["group"], each["seed"], each["row"]) == (group, seed, row["row"])
+    ]
+    return {
+        "values": {name: values[place] for name, values in row["values"].items()},
+        "curve": {length: losses[place] for length, losses in row["loss_by_length"].items()},
+        "gains": gains,
+    }
 
 
-def stored_json(path: Path) -> Any:
-    """Return the object in a JSON file; None if the file is missing."""
-    try:
-        found = read_json(path, "delete it to measure anew")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: damaged (no JSON object); delete it to measure anew")
-    return found
-
-
-def changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:
-    """Return the differences between two records, each as in "data.corpus stdlib -> ptb"."""
-    changed = []
-    for name in sorted(old.keys() | new.keys()):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, dict) and isinstance(after, dict):
-            changed += changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            changed.append(f"{prefix}{name} {before} -> {after}")
-    return changed
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

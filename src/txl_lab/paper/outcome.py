@@ -5,21 +5,34 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-import torch
-
-from txl.config import model_from_dict
-from txl.evaluation.effective_context import effective_context
 from txl.files import JsonObject
-from txl.units import is_character_unit, measure_name, quality
+from txl.units import is_character_unit
 from txl_lab.paper.claims import Claim, Verdict
 from txl_lab.paper.converging import Tried, Tuned
-from txl_lab.paper.experiment import RowResult
 from txl_lab.paper.scales import Scale
-from txl_lab.paper.schema import COSTS, Definition
+from txl_lab.paper.schema import Definition, Row
 
-FRACTIONS = (0.1, 0.5, 1.0)
-"""The values of r in Table 8."""
+
+@dataclass
+class RowResult:
+    """Status of a row and its measurements."""
+
+    row: Row
+    status: Literal["done", "failed", "not finished", "published only", "not at this scale"]
+    reason: str = ""
+    config: JsonObject | None = None
+    parameters: int | None = None
+    by_seed: dict[int, JsonObject] = field(default_factory=dict)
+    """Measurements by seed."""
+
+    @property
+    def hit_cap(self) -> bool:
+        """True if the row trains until convergence and made all of its steps with some seed."""
+        if self.config is None or self.config["train"].get("patience") is None:
+            return False
+        return any(measured.get("steps") == self.config["train"]["steps"] for measured in self.by_seed.values())
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,14 @@ class Outcome:
         return [row for row in self.rows if row.status == "failed"]
 
     @property
+    def groups(self) -> dict[str, list[RowResult]]:
+        """Rows by the group of models in which they are compared."""
+        groups: dict[str, list[RowResult]] = {}
+        for result in self.rows:
+            groups.setdefault(result.row.group, []).append(result)
+        return groups
+
+    @property
     def compares_with_paper(self) -> bool:
         """True if published models were trained on the paper's corpus and tested on its whole test split."""
         is_the_papers = self.corpus == self.definition.corpus and not self.changed_text
@@ -66,17 +87,14 @@ class Outcome:
 
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """Return every claim of the table with its verdict; some scales judge no claims."""
+        return [(claim, self._verdict(claim)) for claim in self.definition.claims]
+
+    def _verdict(self, claim: Claim) -> Verdict:
         if not self.scale.judged:
-            verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
-            return [(claim, verdict) for claim in self.definition.claims]
-        full = Verdict("not judged", "a claim about the published model on the paper's corpus")
-        return [
-            (
-                claim,
-                full if claim.at_full_size and not self.compares_with_paper else claim.judge(self.values, self.grids),
-            )
-            for claim in self.definition.claims
-        ]
+            return Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
+        if claim.at_full_size and not self.compares_with_paper:
+            return Verdict("not judged", "a claim about the published model on the paper's corpus")
+        return claim.judge(self.values, self.grids)
 
 
 def gather(
@@ -89,135 +107,37 @@ def gather(
     changed_text: Sequence[str] = (),
 ) -> Outcome:
     """Return the outcome of a table from the measurements of its rows; arguments as for `Outcome`."""
-    values: dict[str, dict[str, list[float]]] = {}
-    curves: dict[str, dict[int, list[float]]] = {}
+    outcome = Outcome(definition, scale, seeds, corpus, unit, rows, {}, changed_text=tuple(changed_text))
     for result in rows:
-        by_seed = [result.by_seed[seed] for seed in sorted(result.by_seed)]
-        values[result.row.key] = {name: [each[name] for each in by_seed] for name in definition.measures if by_seed}
-        for each in by_seed:
-            for point in each.get("curve", ()):
-                curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
-        if definition.kind == "attention" and result.config is not None:
-            reach = model_from_dict(result.config["model"]).mem_len + result.config["train"]["segment"]
-            values[result.row.key]["training reach"] = [float(reach)] * len(by_seed)
-    gains: list[GroupGains] = []
-    grids: dict[str, list[float]] = {}
-    if definition.kind == "context":
-        gains = _effective_contexts(definition, rows, unit, values, curves, scale.context_step)
-    lengths = sorted({float(length) for curve in curves.values() for length in curve})
-    if definition.kind == "attention":
-        grids["attention"] = lengths
-    if definition.kind == "context":
-        grids = {f"r = {r:.1f}": lengths for r in FRACTIONS}
-    return Outcome(definition, scale, seeds, corpus, unit, rows, values, curves, tuple(changed_text), gains, grids)
-
-
-def _effective_contexts(
-    definition: Definition,
-    rows: list[RowResult],
-    unit: str,
-    values: dict[str, dict[str, list[float]]],
-    curves: dict[str, dict[int, list[float]]],
-    step: int,
-) -> list[GroupGains]:
-    """Add the RECL, quality and loss by context length of each model to `values` and `curves`; return the gains.
-
-    The models of a group with the same seed share a baseline. A seed counts only if every model of the group has
-    results for the seed, because a missing model would change the baseline and so the values of the other models.
-
-    The quality of each model is that on the same targets at the longest context.
-    """
-    found = []
-    for group in dict.fromkeys(row.group for row in definition.rows):
-        members = [result for result in rows if result.row.group == group and result.row.trained]
-        for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
-            if all("effective context" in member.by_seed[seed] for member in members):
-                found.append(_recorded_contexts(members, group, seed, values, curves))
-                continue
-            losses = {member.row.key: _losses(member.by_seed[seed]) for member in members}
-            longest = {member.row.key: member.by_seed[seed].get("longest_context") for member in members}
-            context = effective_context(losses, FRACTIONS, longest=longest, step=step)
-            for r, by_model in context.recl.items():
-                for key, length in by_model.items():
-                    values[key].setdefault(f"r = {r:.1f}", []).append(length)
-            for key, by_length in losses.items():
-                for length, each in by_length.items():
-                    curves.setdefault(key, {}).setdefault(length, []).append(each.mean().item())
-                at_longest = by_length[max(by_length)].mean().item()
-                values[key].setdefault("quality", []).append(quality(at_longest, unit))
-            by_pair = context.perplexity_gains[FRACTIONS[0]]
-            gains = {key: {pair: each[key] for pair, each in by_pair.items()} for key in losses}
-            found.append(GroupGains(group, seed, gains))
-    return found
-
-
-def _recorded_contexts(
-    members: list[RowResult],
-    group: str,
-    seed: int,
-    values: dict[str, dict[str, list[float]]],
-    curves: dict[str, dict[int, list[float]]],
-) -> GroupGains:
-    """Do as `_effective_contexts` for a group and seed from a record, which has no losses of single targets."""
-    gains = {}
-    for member in members:
-        key, recorded = member.row.key, member.by_seed[seed]["effective context"]
-        for name, value in recorded["values"].items():
-            values[key].setdefault(name, []).append(value)
-        for length, loss in recorded["curve"].items():
-            curves.setdefault(key, {}).setdefault(int(length), []).append(loss)
-        gains[key] = {(each["short"], each["long"]): each["gain"] for each in recorded["gains"]}
-    return GroupGains(group, seed, gains)
-
-
-def _losses(measured: JsonObject) -> dict[int, torch.Tensor]:
-    return {
-        int(length): torch.tensor(values, dtype=torch.float64) for length, values in measured["losses"].items()
-    }  # fmt: skip
-
-
-def headings(outcome: Outcome) -> tuple[str, ...]:
-    """Return the headings of `cells`."""
-    measure = measure_name(outcome.unit)
-    if outcome.definition.kind == "attention":
-        return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
-    if outcome.definition.kind == "context":
-        return ("parameters", measure, *(f"r = {r:.1f}" for r in FRACTIONS), "status")
-    if outcome.definition.kind == "speed":
-        return ("attn len", "slower", "status")
-    if outcome.definition.kind == "quality":
-        return ("parameters", measure, *(COSTS.values() if outcome.definition.cost_beside else ()), "status")
-    return ("parameters", "status")
+        measured = [result.by_seed[seed] for seed in sorted(result.by_seed)]
+        names = definition.measures if measured else ()
+        outcome.values[result.row.key] = {name: [each[name] for each in measured] for name in names}
+        for point in (point for each in measured for point in each.get("curve", ())):
+            outcome.curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
+    definition.measurement.gather(outcome)
+    return outcome
 
 
 def cells(outcome: Outcome, result: RowResult) -> tuple[str, ...]:
     """Return our numbers for a row, as means with the spread over seeds, and its status."""
-    kind, values = outcome.definition.kind, outcome.values[result.row.key]
-    digits = 3 if is_character_unit(outcome.unit) else 2
-    parameters = "-" if result.parameters is None else f"{result.parameters:,}"
-
-    def shown(name: str, digits: int = digits) -> str:
-        return spread_text(values.get(name, ()), digits)
-
     status = "trained" if result.status == "done" else result.status
-    if hit_cap(result):
+    if result.hit_cap:
         status = "hit the cap"
     if 0 < len(result.by_seed) < outcome.seeds:
         status += f", {len(result.by_seed)} of {outcome.seeds} seeds"
-    if kind == "attention":
-        backprop = spread_text(values.get("training length", ())[:1], 0)  # equal for all seeds
-        return (parameters, backprop, shown("init"), shown("quality"), shown("attention", 0), status)
-    if kind == "context":
-        return (parameters, shown("quality"), *(shown(f"r = {r:.1f}", 0) for r in FRACTIONS), status)
-    if kind == "speed":
-        lengths = {each["attention_length"] for each in result.by_seed.values()}
-        times = f"{shown('slower', 0)}x" if values.get("slower") else "-"
-        return (", ".join(f"{each:,}" for each in lengths) or "-", times, "measured" if lengths else status)
-    if kind == "quality":
-        names = COSTS if outcome.definition.cost_beside else ()
-        costs = [f"{shown(name, 2)}x" if values.get(name) else "-" for name in names]
-        return (parameters, shown("quality"), *costs, status)
-    return (parameters, status)
+    return outcome.definition.measurement.cells(outcome, result, status)
+
+
+def shown(outcome: Outcome, result: RowResult, name: str, digits: int | None = None) -> str:
+    """Return a measure of a row as `spread_text`, by default with the digits of perplexity or bits per character."""
+    if digits is None:
+        digits = 3 if is_character_unit(outcome.unit) else 2
+    return spread_text(outcome.values[result.row.key].get(name, ()), digits)
+
+
+def parameters_text(result: RowResult) -> str:
+    """Return the number of a row's parameters, or a dash."""
+    return "-" if result.parameters is None else f"{result.parameters:,}"
 
 
 def group_distances(outcome: Outcome) -> dict[str, float]:
@@ -225,12 +145,12 @@ def group_distances(outcome: Outcome) -> dict[str, float]:
 
     The quality of a model is its mean over seeds, on the same targets at the longest context.
     """
-    found = {}
+    distances = {}
     for group in dict.fromkeys(gains.group for gains in outcome.gains):
-        keys = [row.key for row in outcome.definition.rows if row.group == group]
+        keys = [result.row.key for result in outcome.groups[group]]
         means = [statistics.fmean(values) for key in keys if (values := outcome.values[key].get("quality"))]
-        found[group] = max(means) / min(means) - 1
-    return found
+        distances[group] = max(means) / min(means) - 1
+    return distances
 
 
 def distances_text(outcome: Outcome) -> list[str]:
@@ -245,13 +165,6 @@ def distances_text(outcome: Outcome) -> list[str]:
         f"between models of about the same {name}"
         for group, distance in group_distances(outcome).items()
     ]
-
-
-def hit_cap(result: RowResult) -> bool:
-    """Return True if a row that trains until convergence made all of its steps with some seed."""
-    if result.config is None or result.config["train"].get("patience") is None:
-        return False
-    return any(each.get("steps") == result.config["train"]["steps"] for each in result.by_seed.values())
 
 
 def rates_and_losses(tried: Sequence[Tried]) -> list[tuple[str, str]]:
@@ -284,8 +197,8 @@ def rates_text(tuned: Tuned) -> str:
 
 def tuned_rates(outcome: Outcome) -> list[str]:
     """Return a line for each recipe whose learning rate was tuned."""
-    found = [each["rates"] for result in outcome.rows for each in result.by_seed.values() if "rates" in each]
-    return list(dict.fromkeys(rates_text(each) for each in found))
+    tuned = [each["rates"] for result in outcome.rows for each in result.by_seed.values() if "rates" in each]
+    return list(dict.fromkeys(rates_text(each) for each in tuned))
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
@@ -301,13 +214,13 @@ def spread_text(values: Sequence[float], digits: int) -> str:
 def markdown(outcome: Outcome) -> str:
     """Return the outcome in Markdown: the paper's numbers beside ours, the claims, and failures."""
     definition = outcome.definition
-    head = ["row", "model", *(f"{column} (paper)" for column in definition.columns), *headings(outcome)]
+    columns = [f"{column} (paper)" for column in definition.columns]
+    head = ["row", "model", *columns, *definition.measurement.headings(outcome)]
     lines = [f"{definition.title}, scale {outcome.scale.name}, {repeats_text(outcome)}", ""]
     lines += [_line(head), _line(["---"] * len(head))]
     for result in outcome.rows:
-        row = result.row
-        paper = [row.paper.get(column, "-") for column in definition.columns]
-        lines.append(_line([row.key, row.name, *paper, *cells(outcome, result)]))
+        paper = [result.row.paper.get(column, "-") for column in definition.columns]
+        lines.append(_line([result.row.key, result.row.name, *paper, *cells(outcome, result)]))
     lines.append("")
     for claim, verdict in outcome.verdicts():
         lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
@@ -319,12 +232,11 @@ def markdown(outcome: Outcome) -> str:
 
 def repeats_text(outcome: Outcome) -> str:
     """Return the number of repeats in words: 1 seed, 3 seeds, or 3 measurements where nothing is trained."""
-    word = "measurement" if outcome.definition.kind == "speed" else "seed"
-    return f"{outcome.seeds} {word}{'' if outcome.seeds == 1 else 's'}"
+    return f"{outcome.seeds} {outcome.definition.measurement.repeat}{'' if outcome.seeds == 1 else 's'}"
 
 
 def _line(fields: list[str]) -> str:
-    return "| " + " | ".join(each.replace("|", "\\|") for each in fields) + " |"
+    return "| " + " | ".join(field.replace("|", "\\|") for field in fields) + " |"
 
 
 def recorded_seeds(measured: Iterable[tuple[int, JsonObject]]) -> list[tuple[JsonObject, list[int]]]:
@@ -333,15 +245,15 @@ def recorded_seeds(measured: Iterable[tuple[int, JsonObject]]) -> list[tuple[Jso
     Args:
         measured: seeds with the measurements of any rows.
     """
-    found: list[tuple[JsonObject, set[int]]] = []
+    origins: list[tuple[JsonObject, set[int]]] = []
     for seed, each in measured:
         if (origin := each.get("recorded")) is None:
             continue
-        seeds = next((seeds for known, seeds in found if known == origin), None)
+        seeds = next((seeds for known, seeds in origins if known == origin), None)
         if seeds is None:
-            found.append((origin, seeds := set()))
+            origins.append((origin, seeds := set()))
         seeds.add(seed)
-    return [(origin, sorted(seeds)) for origin, seeds in found]
+    return [(origin, sorted(seeds)) for origin, seeds in origins]
 
 
 def named_seeds(seeds: Sequence[int]) -> str:

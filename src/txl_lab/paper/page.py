@@ -14,25 +14,22 @@ from urllib.parse import quote
 
 from txl.config import RunConfig, model_from_dict
 from txl.files import JsonObject, write_whole
-from txl.reporting.plots import Plot
 from txl.reporting.wording import counted, short_name
 from txl.units import duration_text
-from txl_lab.paper.experiment import RowResult
-from txl_lab.paper.figures import cost_figure, gains_figure, length_figure, quality_figure, speed_figure
+from txl_lab.paper.measurements import Speed
 from txl_lab.paper.outcome import (
     Outcome,
+    RowResult,
     cells,
     distances_text,
     group_distances,
-    headings,
-    hit_cap,
     named_seeds,
     recorded_seeds,
     repeats_text,
     tuned_rates,
 )
 from txl_lab.paper.parts import escape, figure, note, page, pairs, section, table
-from txl_lab.paper.schema import Row
+from txl_lab.paper.schema import FITTED, Row
 
 _COLUMNS = 6
 """Most columns of one table with the paper's numbers and ours; with more columns there is a table for each."""
@@ -79,7 +76,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
                 "paper": result.row.paper,
                 "status": result.status,
                 "reason": result.reason,
-                "shown": dict(zip(headings(outcome), cells(outcome, result), strict=True)),
+                "shown": dict(zip(definition.measurement.headings(outcome), cells(outcome, result), strict=True)),
                 "parameters": result.parameters,
                 "config": result.config,
                 "values": outcome.values[result.row.key],
@@ -128,7 +125,7 @@ def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstan
         _header(outcome),
         _claims(outcome),
         _comparison(outcome),
-        *_figures(outcome),
+        *(section(heading, figure(drawn, text)) for heading, drawn, text in definition.measurement.figures(outcome)),
         *_pictures(outcome, out),
         _made(outcome),
         _budget(outcome),
@@ -139,14 +136,16 @@ def outcome_page(outcome: Outcome, out: Path, command: Sequence[str], circumstan
 
 def _header(outcome: Outcome) -> str:
     definition, scale = outcome.definition, outcome.scale
-    read = "random" if definition.kind == "speed" else f"{short_name(outcome.corpus)} in {outcome.unit}"
+    is_speed = isinstance(definition.measurement, Speed)
+    read = "random" if is_speed else f"{short_name(outcome.corpus)} in {outcome.unit}"
     text = f"{read} tokens, {repeats_text(outcome)}"
     words = f"The paper: {definition.corpus}, {definition.metric}. Here: scale {scale.name} ({scale.about}), {text}."
     state = ""
     if (
-        not definition.is_open_question
+        definition.measurement.has_numbers
+        and not is_speed
+        and not definition.is_open_question
         and not outcome.compares_with_paper
-        and definition.kind not in ("speed", "product")
     ):
         state = note("The paper's numbers and ours are not comparable; compare the order of the models.", "warning")
     failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
@@ -172,9 +171,9 @@ def _claims(outcome: Outcome) -> str:
 
 def _comparison(outcome: Outcome) -> str:
     definition = outcome.definition
-    if definition.kind == "product":
+    if not definition.measurement.has_numbers:
         return section("The paper", note(definition.caption, "lead"), *(note(text) for text in definition.notes))
-    wide = len(definition.columns) + len(headings(outcome)) > _COLUMNS
+    wide = len(definition.columns) + len(definition.measurement.headings(outcome)) > _COLUMNS
     missing = [each for each in outcome.rows if each.status == "not at this scale"]
     return section(
         "Results" if definition.is_open_question else "The paper’s numbers and ours",
@@ -187,7 +186,7 @@ def _comparison(outcome: Outcome) -> str:
 
 
 def _side_by_side(outcome: Outcome) -> str:
-    columns, ours = outcome.definition.columns, headings(outcome)
+    columns, ours = outcome.definition.columns, outcome.definition.measurement.headings(outcome)
     rows = [
         [_name(result.row), *(result.row.paper.get(column, "-") for column in columns), *cells(outcome, result)]
         for result in outcome.rows
@@ -206,7 +205,7 @@ def _paper(outcome: Outcome) -> str:
 def _ours(outcome: Outcome) -> str:
     shown = [result for result in outcome.rows if result.row.trained]
     rows = [[_name(result.row), *cells(outcome, result)] for result in shown]
-    heads = ["model", *headings(outcome)[:-1], ""]
+    heads = ["model", *outcome.definition.measurement.headings(outcome)[:-1], ""]
     return table(_caption(outcome), heads, rows, range(1, len(heads) - 1), _trained(outcome, shown))
 
 
@@ -221,47 +220,6 @@ def _caption(outcome: Outcome) -> str:
 
 def _trained(outcome: Outcome, shown: Sequence[RowResult]) -> list[int]:
     return [at for at, result in enumerate(shown) if result.by_seed]
-
-
-def _figures(outcome: Outcome) -> list[str]:
-    kind, definition = outcome.definition.kind, outcome.definition
-    drawn = quality_figure(outcome) if kind in ("quality", "attention") else None
-    parts = [] if drawn is None else [_figure("Over seeds", drawn, "Each dot is a seed, each bar the mean of a row.")]
-    if definition.cost_beside and (drawn := cost_figure(outcome)) is not None:
-        parts.append(_figure("Against time", drawn, f"Training time a token over that of {definition.cost_beside}."))
-    if kind == "attention":
-        drawn = length_figure(outcome, [row.key for row in definition.rows], "attention", "attention length")
-        if drawn is not None:
-            text = "Validation split, means over seeds; the best length of each row was chosen here."
-            parts.append(_figure("Against attention length", drawn, text))
-    if kind == "speed" and (drawn := speed_figure(outcome)) is not None:
-        parts.append(_figure("Slowdown", drawn, "Means over the measurements."))
-    if kind == "context":
-        parts += _context_figures(outcome)
-    return parts
-
-
-def _context_figures(outcome: Outcome) -> list[str]:
-    parts = []
-    for group in dict.fromkeys(row.group for row in outcome.definition.rows):
-        keys = [row.key for row in outcome.definition.rows if row.group == group]
-        drawn = length_figure(outcome, keys, f"context-{group}", "context length")
-        if drawn is not None:
-            parts.append(
-                _figure(f"Figure 4, group {group}", drawn, "Perplexity of the same test targets, means over seeds.")
-            )
-        first = next((gains for gains in outcome.gains if gains.group == group), None)
-        if first is not None:
-            text = (
-                f"exp f(c,c) − exp f(c,c′) with r = 0.1, seed {first.seed}; what stands out more gains more from the "
-                f"longer context."
-            )
-            parts.append(_figure(f"Figure 3, group {group}", gains_figure(first, keys), text))
-    return parts
-
-
-def _figure(heading: str, drawn: Plot, caption: str) -> str:
-    return section(heading, figure(drawn, caption))
 
 
 def _pictures(outcome: Outcome, out: Path) -> list[str]:
@@ -324,7 +282,7 @@ def _budget(outcome: Outcome) -> str:
             [
                 result.row.key,
                 "-" if result.parameters is None else f"{result.parameters:,}",
-                f"{steps:,}" + (" (the cap)" if hit_cap(result) else ""),
+                f"{steps:,}" + (" (the cap)" if result.hit_cap else ""),
                 f"{train.batch_size} × {train.segment}"
                 + (f" × {train.backprop_segments}" if train.backprop_segments > 1 else ""),
                 f"{model.mem_len:,}",
@@ -348,11 +306,11 @@ def _changed(result: RowResult, published: bool) -> str:
     if row.cache_over is not None:
         return f"the models of {row.cache_over}, with a continuous cache tuned on the validation split"
     assert result.config is not None
-    names = [] if published and row.as_published else list(row.overrides or {})
+    names = [] if published else list(row.overrides or {})
     words = [f"the preset {row.preset}"] if published else []
     if not published:
         words += [f"{factor:.3g} times the {name}" for name, factor in asdict(row.shape).items() if factor != 1]
-        names += [] if row.fit is None else [row.fit[0]]
+        names += [] if row.fit is None else [FITTED]
         names += ["model.cutoffs", "model.div_val"] if row.adaptive else []
     for name in names:
         part, _, field = name.partition(".")

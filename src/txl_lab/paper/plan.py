@@ -11,7 +11,7 @@ from txl.files import JsonObject
 from txl.presets import presets
 from txl.reporting.wording import counted
 from txl_lab.paper.configuring import NotTrained, configure, estimated_segment
-from txl_lab.paper.measuring import speed_length
+from txl_lab.paper.measurements import Speed
 from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import Definition, Row
 
@@ -38,9 +38,9 @@ class PlannedRow:
 
 def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
     """Return the plan of every row at a scale; open the corpus only if the size of its vocabulary is not known."""
-    if definition.kind == "speed":
+    if isinstance(definition.measurement, Speed):
         return [
-            PlannedRow(row.key, f"attention length {speed_length(row, scale):,}", "to measure", preset=row.preset)
+            PlannedRow(row.key, f"attention length {scale.speed_length(row):,}", "to measure", preset=row.preset)
             for row in definition.rows
         ]
     published = scale.is_published and data.corpus == definition.corpus

@@ -16,6 +16,7 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import preset
 from txl_lab.paper.converging import UntilConverged
+from txl_lab.paper.schema import Row
 
 Dtype = Literal["float32", "bfloat16"]
 """Arithmetic; bfloat16 applies to matrix products only (autocast)."""
@@ -115,6 +116,26 @@ class Scale:
         elif self.until_converged is not None:
             run.train.steps *= _CAP
         return run
+
+    def attention_lengths_of(self, run: RunConfig) -> list[int]:
+        """Return the attention lengths to try: multiples of the training segment, and the segment itself."""
+        lengths = {max(1, round(factor * run.train.segment)) for factor in self.attention_lengths}
+        return sorted(lengths | {run.train.segment})
+
+    @property
+    def context_lengths(self) -> range:
+        """Context lengths of Table 8, half a step apart (an odd step stays whole).
+
+        Claims only count two lengths as different if a tried length lies between them. With half steps, this is true of
+        two lengths a whole step apart.
+        """
+        step = self.context_step // 2 if self.context_step % 2 == 0 else self.context_step
+        return range(step, self.longest_context + 1, step)
+
+    def speed_length(self, row: Row) -> int:
+        """Return the attention length at which a row of Table 9 is measured."""
+        assert row.length is not None
+        return max(1, round(row.length * self.speed_lengths))
 
     def to_dict(self) -> JsonObject:
         """Return the fields that determine results, ready for JSON."""

@@ -1,45 +1,23 @@
-"""Classes that define a table or figure: `Definition` with its rows, the paper's numbers and the claims.
+"""Classes that define a table or figure: `Definition` with its rows, its measurement, the paper's numbers and claims.
 
-A definition is data; `txl_lab.paper.experiment` runs it at a scale of `txl_lab.paper.scales`.
+A definition is data (`tables.toml`); `txl_lab.paper.experiment` runs it at a scale of `txl_lab.paper.scales`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from txl_lab.paper.claims import Claim
 
-Kind = Literal["quality", "attention", "context", "speed", "product"]
-"""Measurement of each model.
+if TYPE_CHECKING:
+    from txl_lab.paper.measurements import Measurement
 
-quality: loss on the test split. attention: loss on the test split at the length of the training segment, and at the
-attention length that is best on the validation split. context: loss at exact context lengths (Appendix C). speed:
-slowdown of Table 9. product: no measurement; files are made with one trained model.
-"""
-
-
-Product = Literal["attention", "samples"]
-"""Files made with one trained model: the figures of attention (5 to 7), or generated text (Tables 11 to 13)."""
-
-
-class Length(Enum):
-    """A length that depends on the scale, as the value of an override."""
-
-    SEGMENT = "segment"
-    """Number of tokens in a training segment."""
-    REACH = "reach"
-    """The largest distance that occurs in training: memory length plus segment length, less one."""
-    LONGEST = "longest"
-    """The longest context that is evaluated."""
-    TWO_SEGMENTS = "two segments"
-    """Number of tokens in two training segments."""
-
-
-Overrides = Mapping[str, "str | Length"]
-"""Fields of a configuration by their dotted names, with values as on the command line."""
+FITTED = "model.d_hidden"
+"""Width that a row with `fit` chooses."""
+COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
+"""Headings of the measures of a row's cost relative to another row."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +39,16 @@ class Row:
     """Name in the paper's table."""
     paper: dict[str, str]
     """The paper's numbers by column, as printed."""
-    overrides: Overrides | None = None
-    """Fields to change in the scale's model; None: a published result that this project does not train."""
+    overrides: Mapping[str, str] | None = None
+    """Fields to change in the scale's model, by dotted name, with values as on the command line; words in braces stand
+    for lengths (`options`). None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
     preset: str | None = None
     """Preset with the published configuration, for the scale "paper"; None: there is no such preset."""
-    as_published: bool = False
-    """True if the preset is the row's model; False if the preset also needs the overrides."""
     cache_over: str | None = None
     """Key of the row whose trained model this row uses, with a continuous cache tuned around the model."""
-    fit: tuple[str, str] | None = None
-    """Width to choose, and key of the row with the number of parameters to match."""
+    fit: str | None = None
+    """Key of the row whose number of parameters this row's width `FITTED` is chosen to match."""
     adaptive: bool = False
     """True if the model has an adaptive softmax with narrower tail clusters, whatever the scale's model has."""
     group: str = ""
@@ -90,7 +67,7 @@ class Row:
         return self.overrides is not None
 
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
-        """Return the overrides as options, with a number for every `Length`.
+        """Return the overrides as options, with numbers in place of the words in braces.
 
         Args:
             segment: number of tokens in a training segment.
@@ -98,26 +75,9 @@ class Row:
             longest: longest context that is evaluated.
         """
         values = self.overrides or {}
-        own = values.get("model.mem_len", mem_len)
-        assert not isinstance(own, Length)
-        lengths = {
-            Length.SEGMENT: segment,
-            Length.REACH: int(own) + segment - 1,
-            Length.LONGEST: longest,
-            Length.TWO_SEGMENTS: 2 * segment,
-        }
-        return {name: str(lengths[value]) if isinstance(value, Length) else value for name, value in values.items()}
-
-
-MEASURES: dict[Kind, tuple[str, ...]] = {
-    "quality": ("quality",),
-    "attention": ("quality", "init", "attention", "training length"),
-    "speed": ("slower",),
-    "context": (),
-    "product": (),
-}
-COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
-"""Headings of the measures of a row's cost relative to another row."""
+        reach = int(values.get("model.mem_len", mem_len)) + segment - 1
+        lengths = {"segment": segment, "reach": reach, "longest": longest, "two_segments": 2 * segment}
+        return {name: value.format_map(lengths) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -132,23 +92,22 @@ class Definition:
     """Corpus in the paper."""
     metric: str
     """Metric in the paper and its split, such as "perplexity, test split"."""
-    unit: Literal["word", "character"]
-    kind: Kind
-    columns: tuple[str, ...]
+    unit: str
+    """Unit of the paper's tokens: "word" or "character"."""
+    measurement: Measurement
+    columns: tuple[str, ...] = ()
     """Columns of the paper's numbers."""
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = ()
     claims: tuple[Claim, ...] = ()
     experiment: str = ""
     """Name of the experiment, whose definitions share runs and results; empty: `name`."""
     cost_beside: str = ""
-    """Key of the row to which every row's time and memory are compared, for kind "quality"; empty: not measured."""
+    """Key of the row to which every row's time and memory are compared; empty: not measured."""
     separate_sentences: bool = False
     """True if the table needs a corpus of sentences in random order, like One Billion Word, and segments as short as
     the paper's (`Scale.base`)."""
-    product: Product | None = None
-    """Product to make, for kind "product"; definitions with the same product share its files."""
     pictures: str = ""
-    """Pattern for the names of product files that the page shows as figures."""
+    """Pattern for the names of files made with the model that the page shows as figures."""
     notes: tuple[str, ...] = ()
     is_open_question: bool = False
     """True for a question that the paper left open, so that the paper has no such table."""
@@ -156,16 +115,12 @@ class Definition:
     @property
     def measures(self) -> tuple[str, ...]:
         """Names of the numbers that a result of a row has."""
-        return MEASURES[self.kind] + (tuple(COSTS) if self.cost_beside else ())
+        return self.measurement.measures + (tuple(COSTS) if self.cost_beside else ())
 
     @property
     def experiment_name(self) -> str:
         """Name of the experiment, to which runs and results belong."""
         return self.experiment or self.name
-
-    def stored_as(self, key: str) -> str:
-        """Return the name of a row's results: each product has its own, tables of one experiment share theirs."""
-        return key if self.product is None else f"{self.product}/{key}"
 
     def row(self, key: str) -> Row:
         """Return the row with a key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from txl.minutes.timing import seconds_of, timed, training_workload
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective, State
+from txl.training.budget import peak_bytes
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.operations import forward_operations, matmul_rate
 
@@ -130,3 +131,33 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     return Speed(
         "evaluation", dtype, *shape, memory, seconds, tokens_per_second, operations, rate, model.attention_name
     )
+
+
+def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, pairs: int, device: str) -> JsonObject:
+    """Return training time per token, training memory and reading time per token, relative to another configuration.
+
+    Steps of both configurations are timed alternately, in `pairs` pairs. The states of the caller's random generators
+    are preserved.
+    """
+    both = run, peer
+    with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
+        train, other = (training_workload(each, vocab_size, device)[1] for each in both)
+        training = timed_in_pairs(train, other, pairs, device)
+        read, other = (reading_workload(each, vocab_size, device)[2] for each in both)
+        with torch.no_grad():
+            reading = timed_in_pairs(read, other, pairs, device)
+    bytes_of = [peak_bytes(each, vocab_size, device) for each in both]
+    return {
+        **_a_token("time", training, [each.train.tokens_per_step for each in both]),
+        **_a_token("reading", reading, [each.eval.batch_size * each.eval.segment for each in both]),
+        "memory": bytes_of[0] / bytes_of[1],
+        "memory, bytes": bytes_of[0],
+    }
+
+
+def _a_token(name: str, timed: Beside, tokens: Sequence[int]) -> JsonObject:
+    return {
+        name: timed.ratio * tokens[1] / tokens[0],
+        f"{name}, seconds a token": timed.ours / tokens[0],
+        f"{name}, seconds a token beside": timed.theirs / tokens[1],
+    }

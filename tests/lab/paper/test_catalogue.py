@@ -12,6 +12,7 @@ from txl.config import DataConfig, RunConfig, TransformerXLConfig, validate, wit
 from txl.errors import UserError
 from txl.models import build_model
 from txl.presets import preset, presets
+from txl.presets.baselines import SMALL_AWD
 from txl.training.estimate import estimate
 from txl_lab.paper.catalogue import definitions
 from txl_lab.paper.configuring import (
@@ -22,6 +23,7 @@ from txl_lab.paper.configuring import (
     with_equal_tokens,
 )
 from txl_lab.paper.converging import UntilConverged
+from txl_lab.paper.measurements import Quality, Speed
 from txl_lab.paper.scales import PAPER, SMALL, TINY
 
 ROWS = [(each, row) for each in definitions().values() for row in each.rows]
@@ -110,7 +112,7 @@ def test_claims_are_about_rows_that_are_trained(definition):
 @pytest.mark.parametrize("scale", [TINY, SMALL, PAPER], ids=lambda scale: scale.name)
 @pytest.mark.parametrize(("definition", "row"), ROWS, ids=IDS)
 def test_every_row_is_valid_or_flagged(definition, row, scale):
-    if definition.kind == "speed":
+    if isinstance(definition.measurement, Speed):
         assert row.preset in presets()
         return
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
@@ -131,7 +133,7 @@ def test_every_row_is_valid_or_flagged(definition, row, scale):
 
 @pytest.mark.parametrize("definition", definitions().values(), ids=definitions())
 def test_models_of_a_table_have_equal_budgets(definition):
-    if definition.kind == "speed":
+    if isinstance(definition.measurement, Speed):
         return
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
     budgets = set()
@@ -160,7 +162,9 @@ def test_rows_of_the_open_questions_differ_in_what_is_asked():
     assert len({(run.model.mem_len, run.model.n_layer) for run in rows.values()}) == 1
 
 
-@pytest.mark.parametrize("name", [each.name for each in definitions().values() if each.kind == "quality"])
+@pytest.mark.parametrize(
+    "name", [each.name for each in definitions().values() if isinstance(each.measurement, Quality)]
+)
 def test_models_of_a_scale_are_tested_with_the_attention_of_training(name):
     """Small models become worse with more, so that rows with memory would be compared at a handicap."""
     table, data = definitions()[name], DataConfig(corpus="stdlib", unit="word")
@@ -173,6 +177,11 @@ def test_models_of_a_scale_are_tested_with_the_attention_of_training(name):
         else:
             reach = run.model.mem_len + run.train.segment - 1
             assert (run.eval.mem_len, run.eval.window) == (reach, reach)
+
+
+def test_the_regularisation_of_the_awd_lstm_is_that_of_the_small_preset():
+    overrides = definitions()["table5"].row("awd-lstm").overrides or {}
+    assert {name: float(overrides[f"model.{name}"]) for name in SMALL_AWD} == SMALL_AWD
 
 
 def test_published_rows_are_the_presets():
@@ -209,10 +218,9 @@ def test_a_number_of_parameters_out_of_reach_is_refused():
 def test_rows_of_equal_parameters_have_them_and_a_width_to_speak_of(table, scale, vocab_size):
     for row in table.rows:
         if row.fit is not None:
-            _, key = row.fit
             run, other = (
                 configure(table, each, scale, DataConfig(), vocab_size, estimated_segment)
-                for each in (row, table.row(key))
+                for each in (row, table.row(row.fit))
             )
             found, asked = (each.model.parameter_count(vocab_size) for each in (run, other))
             assert found == pytest.approx(asked, rel=0.01), row.key

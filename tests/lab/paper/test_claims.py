@@ -102,7 +102,7 @@ def test_above_a_number(values, expected):
 
 
 def test_above_a_number_that_the_results_hold():
-    judge = above("ours", lambda found: found["ours"]["training"][0], "attention")
+    judge = above("ours", "training", "attention")
     assert judge({"ours": {"attention": [96, 96], "training": [32, 32]}}, {}).outcome == "holds"
     assert judge({"ours": {"attention": [16, 16], "training": [32, 32]}}, {}).outcome == "does not hold"
     assert judge({"ours": {"attention": [32, 32], "training": [32, 32]}}, {}).outcome == "undecided"

@@ -12,6 +12,7 @@ from txl.config import DataConfig
 from txl.presets import presets
 from txl_lab.paper.catalogue import find_definition
 from txl_lab.paper.configuring import configure, estimated_segment
+from txl_lab.paper.measurements import Quality
 
 
 @pytest.fixture
@@ -37,6 +38,7 @@ def lines(text):
         (["table6", "--scale", "paper", "--steps", "9"], "trains the published presets as they are"),
         (["table6", "--corpus", "ptb", "--data.corpus", "ptb"], "both given"),
         (["table6", "--corpus", "wikitxt-2", "--quiet"], "did you mean wikitext-2"),
+        (["table6", "--reuse", "table6.json"], "copy the record to table6.json in an empty folder"),
         (["table6", "--data.unit", "syllable"], "expected one of byte, char, word, bpe"),
     ],
 )
@@ -86,7 +88,7 @@ def test_the_page_of_what_is_finished(quick, story, tmp_path, data_dir, capsys, 
     whole = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     for missing in ("xl-shaw-seed2", "no-recurrence-seed1", "no-recurrence-seed2"):
         (out / "results" / f"{missing}.json").unlink()
-    monkeypatch.setattr(Experiment, "_do", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(Experiment, "_measure", lambda *_: pytest.fail("something was trained"))
     assert main([*words, "--so-far"]) == 0
     rows = {row["row"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["xl"] == whole["xl"]
@@ -99,12 +101,10 @@ def test_the_page_of_what_is_finished(quick, story, tmp_path, data_dir, capsys, 
 
 
 def test_a_row_that_fails_gives_exit_code_1(quick, story, tmp_path, data_dir, capsys, monkeypatch):
-    from txl_lab.paper import one_row
-
     def broken(*_):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(one_row, "measure", broken)
+    monkeypatch.setattr(Quality, "measure", broken)
     words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(tmp_path / "out"), "--seeds", "1"]
     assert main([*words, "--quiet", "--data-dir", str(data_dir)]) == 1
     (line,) = [line for line in lines(capsys.readouterr().err) if "rows failed" in line]

@@ -14,7 +14,7 @@ from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl_lab.paper.catalogue import definitions
 from txl_lab.paper.converging import Tried, UntilConverged, recipe_of, tune, with_convergence
-from txl_lab.paper.one_row import RowMaker
+from txl_lab.paper.experiment import RowModels
 from txl_lab.paper.outcome import markdown
 from txl_lab.paper.page import outcome_page
 from txl_lab.paper.scales import PAPER
@@ -95,7 +95,7 @@ def test_a_row_that_fails_while_its_rate_is_tuned_does_not_fail_the_next(micro, 
     scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
     rows = tuple(definitions()["table6"].row(key) for key in ("xl", "xl-shaw"))
     it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
-    fit, fitted = RowMaker.fit, []
+    fit, fitted = RowModels.fit, []
 
     def full(self, run, directory):
         fitted.append(directory)
@@ -103,7 +103,7 @@ def test_a_row_that_fails_while_its_rate_is_tuned_does_not_fail_the_next(micro, 
             raise OSError(errno.ENOSPC, "No space left on device")
         return fit(self, run, directory)
 
-    monkeypatch.setattr(RowMaker, "fit", full)
+    monkeypatch.setattr(RowModels, "fit", full)
     found = {result.row.key: result for result in it.run()}
     assert found["xl"].status == "failed"
     assert "No space left" in found["xl"].reason
@@ -118,7 +118,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
     def interrupted(run, directory):
         raise RunInterrupted("stopped", exit_code=130)
 
-    monkeypatch.setattr(RowMaker, "fit", lambda self, run, directory: interrupted(run, directory))
+    monkeypatch.setattr(RowModels, "fit", lambda self, run, directory: interrupted(run, directory))
     with pytest.raises(RunInterrupted):
         it.run()
     monkeypatch.undo()
@@ -192,7 +192,7 @@ def test_the_chosen_run_to_the_end_is_the_rows_own(micro, words, tmp_path, data_
     scale = dataclasses.replace(micro.with_steps(8), until_converged=dataclasses.replace(WHOLE, factors=(1.0,)))
     rows = (definitions()["table6"].row("xl"),)
     it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=2, rows=rows)
-    fit, fitted = RowMaker.fit, []
+    fit, fitted = RowModels.fit, []
 
     def noted(self, run, directory):
         before = RunDirectory(directory).newest()
@@ -200,7 +200,7 @@ def test_the_chosen_run_to_the_end_is_the_rows_own(micro, words, tmp_path, data_
         fitted.extend([(run.train.seed, run.train.learning_rate)] if RunDirectory(directory).newest() != before else [])
         return outcome
 
-    monkeypatch.setattr(RowMaker, "fit", noted)
+    monkeypatch.setattr(RowModels, "fit", noted)
     [row] = it.run()
     assert row.status == "done", row.reason
     tuned = row.by_seed[1]["rates"]

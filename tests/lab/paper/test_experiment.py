@@ -22,10 +22,10 @@ from txl.evaluation.perplexity import evaluate
 from txl.evaluation.sliding import evaluate_sliding, losses_at_context
 from txl.runs.directory import RunDirectory
 from txl.training.budget import peak_bytes, with_segment
-from txl_lab.paper import one_row
+from txl_lab.paper import measurements
 from txl_lab.paper.catalogue import definitions
 from txl_lab.paper.experiment import Experiment
-from txl_lab.paper.measuring import loss_at
+from txl_lab.paper.losses import loss_at
 from txl_lab.paper.outcome import group_distances, markdown, spread_text
 from txl_lab.paper.page import write_outcome
 from txl_lab.paper.schema import Row
@@ -99,15 +99,13 @@ def test_the_segment_of_equal_memory_is_measured_once_and_kept(micro, words, tmp
 
 
 def test_equal_perplexities_take_the_shortest_length(micro, words, tmp_path, data_dir, monkeypatch):
-    import txl_lab.paper.measuring as measuring
-
-    real = measuring.loss_at
+    real = measurements.loss_at
     perplexities = {4: 50.0, 8: 40.0, 16: 39.998}
 
     def fixed(model, run, tokens, length, max_tokens):
         return dataclasses.replace(real(model, run, tokens, length, max_tokens), nll=math.log(perplexities[length]))
 
-    monkeypatch.setattr(measuring, "loss_at", fixed)
+    monkeypatch.setattr(measurements, "loss_at", fixed)
     rows = (definitions()["table6"].row("xl"),)
     found = experiment("table6", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows).run()[0].by_seed[1]
     assert found["attention"] == 8  # 39.998 and 40.0 are both 40.00 in a table
@@ -166,13 +164,13 @@ def test_what_is_finished_is_not_done_again_and_more_seeds_are_added(micro, word
     first = experiment("table7", micro, words, out, data_dir, seeds=1, rows=rows).run()
     before = files(out)
     trained = []
-    real = one_row.Trainer
+    real = experiment_module.Trainer
 
     def counting(run, directory, **settings):
         trained.append(directory.name)
         return real(run, directory, **settings)
 
-    monkeypatch.setattr(one_row, "Trainer", counting)
+    monkeypatch.setattr(experiment_module, "Trainer", counting)
     again = experiment("table7", micro, words, out, data_dir, seeds=2, rows=rows).run()
     assert trained == ["xl-seed2"]
     assert {path: stamp for path, stamp in files(out).items() if path in before} == before
@@ -239,14 +237,14 @@ def test_a_corpus_too_short_for_the_contexts_is_refused_before_training(micro, w
 
 
 def test_a_group_that_lacks_a_model_has_no_effective_context(micro, words, tmp_path, data_dir, monkeypatch):
-    real = one_row.measure
+    real = measurements.Context.measure
 
-    def failing(kind, model, run, *rest):
-        if "no-recurrence" in run.name:
+    def failing(self, trained, *rest):
+        if "no-recurrence" in trained.run.name:
             raise RuntimeError("no")
-        return real(kind, model, run, *rest)
+        return real(self, trained, *rest)
 
-    monkeypatch.setattr(one_row, "measure", failing)
+    monkeypatch.setattr(measurements.Context, "measure", failing)
     it = experiment("table8", micro, words, tmp_path / "out", data_dir, seeds=1)
     outcome = gathered(it, it.run())
     assert "r = 0.1" in outcome.values["xl-151M"]
@@ -263,7 +261,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(micro, words, tmp_
 
 
 def test_a_row_that_fails_is_reported_and_the_others_run(micro, words, tmp_path, data_dir, monkeypatch):
-    real = one_row.Trainer
+    real = experiment_module.Trainer
 
     class Failing(real):
         def fit(self):
@@ -273,7 +271,7 @@ def test_a_row_that_fails_is_reported_and_the_others_run(micro, words, tmp_path,
 
     rows = tuple(definitions()["table7"].row(key) for key in ("no-recurrence", "xl"))
     it = experiment("table7", micro, words, tmp_path / "out", data_dir, rows=rows)
-    monkeypatch.setattr(one_row, "Trainer", Failing)
+    monkeypatch.setattr(experiment_module, "Trainer", Failing)
     outcome = gathered(it, it.run())
     assert [(each.row.key, each.reason) for each in outcome.failed] == [("no-recurrence", "seed 1: the sky fell")]
     assert len(outcome.values["xl"]["quality"]) == 2
@@ -381,7 +379,7 @@ def test_the_page_and_the_record_hold_papers_numbers_ours_and_the_claims(name, m
         for figure in row["paper"].values():
             assert figure in text
             assert figure in shown
-        if row["seeds"] and outcome.definition.kind != "product":
+        if row["seeds"]:
             assert row["shown"][next(iter(row["shown"]))] in text
     for claim in record["claims"]:
         assert claim["claim"] in shown

@@ -11,8 +11,8 @@ from tests.lab.paper.conftest import experiment, files, gathered
 import txl_lab.paper.experiment as experiment_module
 from txl.config import DataConfig
 from txl.errors import UserError
-from txl_lab.paper import one_row
 from txl_lab.paper.catalogue import definitions
+from txl_lab.paper.measurements import Quality
 
 
 @pytest.mark.parametrize("name", ["table5", "table7"])
@@ -39,22 +39,6 @@ def test_a_folder_that_was_moved_goes_on(micro, words, tmp_path, data_dir):
     assert sorted(again.by_seed) == [1, 2]
 
 
-def test_a_folder_from_before_text_was_read_otherwise_goes_on(micro, story, tmp_path, data_dir):
-    rows, out = (definitions()["table5"].row("xl"),), tmp_path / "out"
-    text = tmp_path / "text.txt"
-    text.write_bytes(story.read_bytes())
-    as_then = DataConfig(corpus=str(text), unit="word", min_count=1, word_rule="whitespace", normalise=False)
-    experiment("table5", micro, as_then, out, data_dir, seeds=1, rows=rows).run()
-    for path in (out / "experiment.json", out / "results" / "xl-seed1.json"):
-        stored = json.loads(path.read_text())
-        data = stored.get("config", stored)["data"]
-        del data["word_rule"], data["normalise"]  # fields that older versions lack
-        path.write_text(json.dumps(stored))
-    before = files(out)
-    experiment("table5", micro, DataConfig(corpus=str(text), unit="word"), out, data_dir, seeds=1, rows=rows).run()
-    assert files(out) == before
-
-
 def test_times_of_another_machine_are_refused(micro, tmp_path, data_dir, monkeypatch):
     out = tmp_path / "out"
     experiment("table9", micro, DataConfig(corpus="enwik8"), out, data_dir, seeds=1).run()
@@ -74,7 +58,7 @@ def test_a_cache_waits_for_a_finished_model(micro, words, tmp_path, data_dir, mo
 
     rows = tuple(definitions()["table1"].row(key) for key in ("lstm", "xl-standard", "lstm-cache"))
     it = experiment("table1", micro, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
-    monkeypatch.setattr(one_row, "measure", broken)
+    monkeypatch.setattr(Quality, "measure", broken)
     failed = {each.row.key: each.reason for each in gathered(it, it.run()).failed}
     assert failed["lstm-cache"] == "seed 1: lstm has no finished model of this seed, which the cache needs"
     monkeypatch.undo()

@@ -16,10 +16,10 @@ from txl.training.budget import peak_bytes
 from txl_lab.paper.catalogue import definitions
 from txl_lab.paper.claims import lower_at_equal_time
 from txl_lab.paper.converging import UntilConverged
-from txl_lab.paper.measuring import measure_cost
 from txl_lab.paper.outcome import markdown
 from txl_lab.paper.page import write_outcome
 from txl_lab.paper.scales import PAPER
+from txl_lab.speed.workloads import measure_cost
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}
 

@@ -1,4 +1,4 @@
-"""Results of a record are taken as they are; only what the record lacks is trained."""
+"""A table goes on from its record: what the record has is taken as it is, and only what it lacks is trained."""
 
 from __future__ import annotations
 
@@ -8,23 +8,57 @@ import shutil
 
 import pytest
 from tests.lab.paper.conftest import experiment, gathered
-from tests.lab.paper.test_reusing import RULES, rows, trained
 
+import txl_lab.paper.experiment as module
 from txl.errors import UserError
+from txl_lab.paper.catalogue import definitions
+from txl_lab.paper.converging import UntilConverged
 from txl_lab.paper.experiment import circumstances
 from txl_lab.paper.outcome import markdown, named_seeds, recorded_seeds
 from txl_lab.paper.page import write_outcome
 
-ROWS = {"table6": ("xl", "no-recurrence"), "table8": ("xl-128M", "transformer")}
+ROWS = {
+    "table1": ("xl-standard", "lstm", "lstm-cache"),
+    "table6": ("xl", "no-recurrence"),
+    "table8": ("xl-128M", "transformer"),
+}
+RULES = UntilConverged(patience=2, evaluations=4, factors=(1.0,), furthest=1.0, tuning_share=0.5, halvings=0)
 
 
-def made(table, scale, words, out, data_dir, seeds, **options):
-    """Return an experiment, its outcome, and the path of its record."""
-    it = experiment(table, scale, words, out, data_dir, seeds=seeds, rows=rows(table, *ROWS[table]))
-    it = dataclasses.replace(it, **options)
+def made(table, scale, words, out, data_dir, seeds, record=None):
+    """Return the outcome of a table whose folder begins with `record`, and the path of its own record."""
+    rows = tuple(definitions()[table].row(key) for key in ROWS[table])
+    if record is not None:
+        out.mkdir()
+        (out / f"{table}.json").write_text(record if isinstance(record, str) else json.dumps(record))
+    it = experiment(table, scale, words, out, data_dir, seeds=seeds, rows=rows)
     outcome = gathered(it, it.run())
     write_outcome(outcome, out, ["txl", "reproduce", table, "--out", out.name], circumstances(out, "cpu"))
-    return it, outcome, out / f"{table}.json"
+    return outcome, out / f"{table}.json"
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Names of the runs that are trained from now on."""
+    names, real = [], module.Trainer
+
+    def noted(run, directory, **settings):
+        names.append(run.name)
+        return real(run, directory, **settings)
+
+    monkeypatch.setattr(module, "Trainer", noted)
+    return names
+
+
+@pytest.fixture(scope="module")
+def records(micro, words, tmp_path_factory, data_dir):
+    """Records of one seed, by table."""
+    folder = tmp_path_factory.mktemp("records")
+    return {table: read(made(table, micro, words, folder / table, data_dir, 1)[1]) for table in ("table6", "table8")}
 
 
 def numbers(outcome):
@@ -38,203 +72,108 @@ def origins(outcome):
 
 
 @pytest.mark.parametrize("table", ["table6", "table8"])
-def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_path, data_dir, monkeypatch):
+def test_a_further_seed_gives_what_one_folder_gives(table, micro, words, tmp_path, data_dir, records, trained):
     scale = dataclasses.replace(micro, judged=True)
-    _, whole, _ = made(table, scale, words, tmp_path / "whole", data_dir, 2)
-    _, _, record = made(table, scale, words, tmp_path / "first", data_dir, 1)
-    new = trained(monkeypatch)
-    _, joined, path = made(table, scale, words, tmp_path / "second", data_dir, 2, reuse=(record,))
-    assert len(new) == 2
+    whole, _ = made(table, scale, words, tmp_path / "whole", data_dir, 2)
+    trained.clear()
+    joined, path = made(table, scale, words, tmp_path / "second", data_dir, 2, records[table])
+    assert len(trained) == 2
     assert not list((tmp_path / "second" / "runs").glob("*-seed1"))
     assert numbers(joined) == numbers(whole)
     assert markdown(joined) == markdown(whole)
     [(origin, seeds)] = origins(joined)
-    assert named_seeds(seeds) == "seed 1"
-    assert origin["command"][-1] == "first"
+    assert (named_seeds(seeds), origin["command"][-1]) == ("seed 1", table)
     assert "Measured before, and taken from a record: seed 1" in (tmp_path / "second" / f"{table}.html").read_text()
     # A record of taken results can be taken again, and still names where each seed was measured.
-    _, again, _ = made(table, scale, words, tmp_path / "third", data_dir, 2, reuse=(path,))
-    assert len(new) == 2
+    again, _ = made(table, scale, words, tmp_path / "third", data_dir, 2, {"commit": "0" * 40, "output": read(path)})
+    assert len(trained) == 2
     assert numbers(again) == numbers(whole)
     assert [named_seeds(seeds) for _, seeds in origins(again)] == ["seed 1", "seed 2"]
 
 
-def test_what_is_in_the_folder_already_is_kept(micro, words, tmp_path, data_dir):
-    it, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
-    kept = [path.read_text() for path in sorted((it.out / "results").glob("*.json"))]
-    dataclasses.replace(it, reuse=(record,)).run()
-    assert [path.read_text() for path in sorted((it.out / "results").glob("*.json"))] == kept
+def test_a_folder_that_was_begun_goes_on_from_its_results(micro, words, tmp_path, data_dir, records, trained):
+    out = tmp_path / "out"
+    made("table6", micro, words, out, data_dir, 1, records["table6"])
+    (out / "results" / "xl-seed1.json").unlink()
+    made("table6", micro, words, out, data_dir, 1)
+    assert trained == ["table6-xl"]
 
 
-def test_rows_that_a_record_lacks_are_trained(micro, words, tmp_path, data_dir, monkeypatch):
-    it, _, record = made("table8", micro, words, tmp_path / "first", data_dir, 1)
-    stored = json.loads(record.read_text())
-    stored["rows"] = [row for row in stored["rows"] if row["row"] != "transformer"]
-    record.write_text(json.dumps({"commit": "0" * 40, "date": "2026-01-01", "output": stored}))
-    new = trained(monkeypatch)
-    again = dataclasses.replace(it, out=tmp_path / "second", reuse=(record,))
-    assert [each.status for each in again.run()] == ["done", "done"]
-    # The group of a seed is measured together, because its models share a baseline.
-    assert new == ["context-xl-128M", "context-transformer"]
+def test_a_group_that_a_record_lacks_in_part_is_trained(micro, words, tmp_path, data_dir, records, trained):
+    """The group of a seed is measured together, because its models share a baseline."""
+    rows = [row for row in records["table8"]["rows"] if row["row"] != "transformer"]
+    outcome, _ = made("table8", micro, words, tmp_path / "out", data_dir, 1, records["table8"] | {"rows": rows})
+    assert [each.status for each in outcome.rows] == ["done", "done"]
+    assert trained == ["context-xl-128M", "context-transformer"]
 
 
-def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, monkeypatch):
+def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, trained):
     scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
-    _, first, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
-    new = trained(monkeypatch)
-    _, second, _ = made("table6", scale, words, tmp_path / "second", data_dir, 2, reuse=(record,))
-    assert new == ["table6-xl", "table6-no-recurrence"]
+    first, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
+    trained.clear()
+    second, _ = made("table6", scale, words, tmp_path / "second", data_dir, 2, read(record))
+    assert trained == ["table6-xl", "table6-no-recurrence"]
     for one, other in zip(first.rows, second.rows, strict=True):
         assert one.by_seed[1]["rates"] == other.by_seed[2]["rates"]
 
 
-def test_another_machine_may_train_in_other_arithmetic(micro, words, tmp_path, data_dir):
-    _, _, record = made("table6", micro.with_dtype("bfloat16"), words, tmp_path / "first", data_dir, 1)
-    _, joined, _ = made("table6", micro, words, tmp_path / "second", data_dir, 2, reuse=(record,))
+def test_another_machine_may_train_in_other_arithmetic(micro, words, tmp_path, data_dir, records):
+    half = micro.with_dtype("bfloat16")
+    joined, _ = made("table6", half, words, tmp_path / "second", data_dir, 2, records["table6"])
     [(origin, _)] = origins(joined)
-    assert origin["dtype"] == "bfloat16"
-    assert "(bfloat16), txl reproduce table6" in (tmp_path / "second" / "table6.html").read_text()
-
-
-def test_records_of_something_else_are_refused_and_nothing_is_written(micro, words, tmp_path, data_dir, story):
-    _, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
-    other = tmp_path / "other.txt"
-    other.write_text(story.read_text() + "One more line.\n")
-    stored = json.loads(record.read_text())
-    named = tmp_path / "named.json"  # as earlier versions wrote it, without the text's identity
-    named.write_text(json.dumps({name: value for name, value in stored.items() if name != "text"} | {"corpus": "ptb"}))
-    for name, text in (("list.json", "[]"), ("empty.json", "{}"), ("broken.json", "{")):
-        (tmp_path / name).write_text(text)
-    changed = dataclasses.replace(words, corpus=str(other))
-    for table, scale, data, path, said in (
-        ("table8", micro, words, record, "a record of table6; give one of table8, or a folder"),
-        ("table6", micro, words, tmp_path / "none.json", "no such file or folder"),
-        ("table6", micro.with_steps(7), words, record, "is of another reproduction: scale.steps None -> 7"),
-        ("table6", micro, changed, record, "is of another reproduction: text "),
-        ("table6", micro, words, named, "is of another reproduction: text ptb -> "),
-        ("table6", micro, words, tmp_path / "list.json", "not a record of a reproduction"),
-        ("table6", micro, words, tmp_path / "empty.json", "not a record of a reproduction"),
-        ("table6", micro, words, tmp_path / "broken.json", "not JSON"),
-    ):
-        with pytest.raises(UserError, match=said):
-            made(table, scale, data, tmp_path / "second", data_dir, 1, reuse=(path,))
-        assert not (tmp_path / "second").exists()
-
-
-def test_a_result_of_another_configuration_is_refused(micro, words, tmp_path, data_dir):
-    _, _, record = made("table6", micro, words, tmp_path / "first", data_dir, 1)
-    stored = json.loads(record.read_text())
-    stored["rows"][0]["config"]["model"]["n_layer"] = 3
-    record.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=r"--reuse .*is of another configuration: .*n_layer 3 -> 1"):
-        made("table6", micro, words, tmp_path / "second", data_dir, 1, reuse=(record,))
-    assert not (tmp_path / "second" / "results").exists()  # the folder can be used without the record
+    assert origin["dtype"] is None
+    assert "(float32), txl reproduce table6" in (tmp_path / "second" / "table6.html").read_text()
 
 
 @pytest.mark.parametrize(
-    ("table", "damage"),
+    ("damage", "said"),
     [
-        ("table6", lambda record: record.update(scale=None)),
-        ("table6", lambda record: record.update(rows=None)),
-        ("table6", lambda record: record.update(rows=["xl"])),
-        ("table6", lambda record: record.update(hardware={})),
-        ("table6", lambda record: record["rows"][1].pop("config")),
-        ("table6", lambda record: record["rows"][1].update(config=None)),
-        ("table6", lambda record: record["rows"][1]["seeds"]["1"].pop("init")),
-        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(quality=None)),
-        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(rates=None)),
-        ("table6", lambda record: record["rows"][1].update(seeds={"one": {}})),
-        ("table6", lambda record: record["rows"][1]["seeds"]["1"].update(rates={"factor": 1.0})),
-        ("table6", lambda record: record["rows"][1]["seeds"]["1"]["curve"][0].pop("nll")),
-        ("table8", lambda record: record.update(gains=[])),
-        ("table8", lambda record: record["gains"][0]["gains"][0].pop("short")),
-        ("table8", lambda record: record["rows"][0]["seeds"]["1"].pop("targets")),
-        ("table8", lambda record: record["rows"][0]["values"].update({"r = 0.1": [None]})),
-        ("table8", lambda record: record["rows"][0].update(values={"r = 0.1": []})),
+        (lambda record: record.update(what="table8"), "not a record of table6"),
+        (lambda record: record["scale"].update(steps=7), r"is of another reproduction: scale\.steps 7 -> None"),
+        (lambda record: record.update(text="0"), "is of another reproduction: text 0 -> "),
+        (lambda record: record.update(rows=None), "damaged"),
+        (lambda record: record.pop("hardware"), "damaged"),
+        (lambda record: record["rows"][1].pop("config"), "damaged"),
     ],
 )
-def test_a_damaged_record_is_refused_and_nothing_is_written(table, damage, records, micro, words, tmp_path, data_dir):
-    stored = json.loads(records[table].read_text())
-    damage(stored)
-    (tmp_path / "damaged.json").write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=r"damaged.json: damaged(?! \(\w*Error)[^;]*; give another record"):
-        made(table, micro, words, tmp_path / "out", data_dir, 1, reuse=(tmp_path / "damaged.json",))
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def records(micro, words, tmp_path_factory, data_dir):
-    """Records of one seed, by table."""
-    folder = tmp_path_factory.mktemp("records")
-    return {table: made(table, micro, words, folder / table, data_dir, 1)[2] for table in ROWS}
-
-
-@pytest.mark.parametrize(
-    ("table", "damage"),
-    [
-        ("table6", lambda stored: stored.clear()),
-        ("table6", lambda stored: stored.pop("config")),
-        ("table6", lambda stored: stored.pop("quality")),
-        ("table6", lambda stored: stored.update(quality="good")),
-        ("table6", lambda stored: stored.update(quality=float("nan"))),
-        ("table6", lambda stored: stored.update(steps="six")),
-        ("table6", lambda stored: stored.update(training_seconds=None)),
-        ("table6", lambda stored: stored.update(files=5)),
-        ("table6", lambda stored: stored["curve"][0].pop("length")),
-        ("table8", lambda stored: next(iter(stored["losses"].values())).pop()),
-        ("table8", lambda stored: next(iter(stored["losses"].values())).append(None)),
-        ("table8", lambda stored: stored.update(losses={"x": []})),
-    ],
-)
-def test_a_damaged_result_is_refused(table, damage, records, micro, words, tmp_path, data_dir):
-    shutil.copytree(records[table].parent, tmp_path / "out")
-    path = tmp_path / "out" / "results" / f"{ROWS[table][0]}-seed1.json"
-    stored = json.loads(path.read_text())
-    damage(stored)
-    path.write_text(json.dumps(stored))
-    for so_far in (False, True):
-        with pytest.raises(UserError, match=rf"{path.name}: damaged(?! \(\w*Error)[^;]*; .*delete it"):
-            made(table, micro, words, tmp_path / "out", data_dir, 1, so_far=so_far)
-
-
-def test_a_group_that_was_measured_here_in_part_is_measured_here(
-    records, micro, words, tmp_path, data_dir, monkeypatch
+def test_records_of_something_else_are_refused_and_nothing_is_written(
+    damage, said, micro, words, tmp_path, data_dir, records
 ):
-    """Losses of single targets and recorded lengths of one group would not fit together."""
-    out = tmp_path / "half"
-    it, _, _ = made("table8", micro, words, out, data_dir, 1)
-    (out / "results" / "transformer-seed1.json").unlink()
-    again = dataclasses.replace(it, reuse=(records["table8"],))
-    gathered(again, again.run())
-    assert '"losses"' in (out / "results" / "transformer-seed1.json").read_text()
-    # The other way round: one recorded result was deleted.
-    taken = dataclasses.replace(it, out=tmp_path / "taken", reuse=(records["table8"],))
-    taken.run()
-    (taken.out / "results" / "transformer-seed1.json").unlink()
-    with pytest.raises(UserError, match=r"xl-128M-seed1.json: from a record, .* delete these results"):
-        dataclasses.replace(taken, reuse=()).run()
-    taken.run()  # the record has it still
+    record = json.loads(json.dumps(records["table6"]))
+    damage(record)
+    with pytest.raises(UserError, match=said):
+        made("table6", micro, words, tmp_path / "out", data_dir, 1, record)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["table6.json"]
 
 
-def test_seeds_share_their_learning_rate(micro, words, tmp_path, data_dir):
-    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
-    it, _, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
-    stored = json.loads(record.read_text())
-    for row in stored["rows"]:
-        row["seeds"]["1"]["rates"]["factor"] = 2.0
-    record.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match=r"was trained at 2 times its learning rate, the other seeds at 1 times"):
-        dataclasses.replace(it, reuse=(record,)).run()
+def test_a_result_of_another_configuration_or_without_a_number_is_refused(micro, words, tmp_path, data_dir, records):
+    record = json.loads(json.dumps(records["table6"]))
+    record["rows"][0]["config"]["model"]["n_layer"] = 3
+    with pytest.raises(UserError, match=r"is of another configuration: .*n_layer 3 -> 1"):
+        made("table6", micro, words, tmp_path / "out", data_dir, 1, record)
+    record = json.loads(json.dumps(records["table6"]))
+    del record["rows"][0]["seeds"]["1"]["init"]
+    with pytest.raises(UserError, match=r"xl-seed1.json: damaged \(no number in init\)"):
+        made("table6", micro, words, tmp_path / "other", data_dir, 1, record)
 
 
-def test_a_model_whose_cache_is_not_recorded_is_trained(micro, words, tmp_path, data_dir, monkeypatch):
-    monkeypatch.setitem(ROWS, "table1", ("xl-standard", "lstm", "lstm-cache"))
+def test_a_model_whose_cache_is_not_recorded_is_trained(micro, words, tmp_path, data_dir, trained):
     scale = dataclasses.replace(micro, eval_tokens=None)
-    it, _, record = made("table1", scale, words, tmp_path / "first", data_dir, 1)
-    stored = json.loads(record.read_text())
-    stored["rows"][2]["seeds"] = {}
-    record.write_text(json.dumps(stored))
-    new = trained(monkeypatch)
-    again = dataclasses.replace(it, out=tmp_path / "second", reuse=(record,)).run()
-    assert [(each.status, each.reason) for each in again] == [("done", "")] * 3
-    assert new == ["table1-lstm"]
+    _, path = made("table1", scale, words, tmp_path / "first", data_dir, 1)
+    record = read(path)
+    record["rows"][2]["seeds"] = {}
+    trained.clear()
+    again, _ = made("table1", scale, words, tmp_path / "second", data_dir, 1, record)
+    assert [(each.status, each.reason) for each in again.rows] == [("done", "")] * 3
+    assert trained == ["table1-lstm"]
+
+
+def test_a_record_of_the_project_can_be_gone_on_with(tmp_path, micro, words, data_dir):
+    """The records of `results/` are whole, with the command that made them around the output."""
+    record = tmp_path / "first" / "table6.json"
+    made("table6", micro, words, tmp_path / "first", data_dir, 1)
+    wrapped = {"command": "txl reproduce", "commit": "1" * 40, "date": "2026-01-01", "output": read(record)}
+    joined, _ = made("table6", micro, words, tmp_path / "second", data_dir, 1, wrapped)
+    [(origin, _)] = origins(joined)
+    assert (origin["commit"], origin["date"]) == ("1" * 40, "2026-01-01")
+    shutil.rmtree(tmp_path / "first")
