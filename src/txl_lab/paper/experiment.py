@@ -32,9 +32,8 @@ from txl_lab.paper.configuring import NotTrained, configure
 from txl_lab.paper.converging import Tried, UntilConverged, at_rate, tune, whole_run
 from txl_lab.paper.folder import Folder
 from txl_lab.paper.measurements import ModelMeasurement, Speed, Trained, is_finite
-from txl_lab.paper.outcome import RowResult
 from txl_lab.paper.scales import Scale
-from txl_lab.paper.schema import Definition, Row
+from txl_lab.paper.schema import Definition, Row, RowResult
 from txl_lab.paper.sentences import shuffled_sentences
 from txl_lab.paper.stored import stored_json, write_json
 from txl_lab.speed.workloads import measure_cost

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from txl.reporting.context_figures import gains_plot, length_axis, length_plot
 from txl.reporting.plots import ACCENT, INK, SECOND, Plot
 from txl.units import quality, quality_label
-from txl_lab.paper.outcome import GroupGains, Outcome
+from txl_lab.paper.schema import GroupGains, Outcome
 
 
 def quality_figure(outcome: Outcome) -> Plot | None:
@@ -104,7 +104,7 @@ def speed_figure(outcome: Outcome) -> Plot | None:
     if not measured:
         return None
     published = sorted(
-        (row.row.length or 0, float(row.row.paper["slower"].rstrip("x").replace(",", ""))) for row in outcome.rows
+        (row.row.length, float(row.row.paper["slower"].rstrip("x").replace(",", ""))) for row in outcome.rows
     )
 
     def draw(figure: Figure) -> None:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -29,15 +28,13 @@ from txl.reporting.samples_page import About, settings_text, write_samples
 from txl.units import is_character_unit, measure_name, quality
 from txl_lab.paper import figures
 from txl_lab.paper.losses import WINDOWS, described, loss_as_tested, loss_at
-from txl_lab.paper.outcome import GroupGains, Outcome, RowResult, parameters_text, shown, spread_text
+from txl_lab.paper.outcome import shown, spread_text
 from txl_lab.paper.scales import Scale
-from txl_lab.paper.schema import COSTS, Row
+from txl_lab.paper.schema import COSTS, DrawnFigure, GroupGains, Measurement, Outcome, Row, RowResult
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.table9 import slowdown
 
 Say = Callable[[str], None]
-Figure = tuple[str, Plot, str]
-"""Heading, drawing and caption."""
 
 
 @dataclass(frozen=True)
@@ -56,39 +53,6 @@ class Trained:
     """Folder for files that are made with the model; created if missing."""
 
 
-class Measurement:
-    """A kind of table. Its instances have no state."""
-
-    measures: ClassVar[tuple[str, ...]] = ()
-    """Names of the numbers that a result of a row has."""
-    repeat: ClassVar[str] = "seed"
-    """What is repeated."""
-    results: ClassVar[str] = ""
-    """Folder of the results, below that of the experiment's results: tables of one experiment share theirs."""
-    has_numbers: ClassVar[bool] = True
-    """False if files are all that is made of a model."""
-    tests_as_trained: ClassVar[bool] = False
-    """True if, apart from published presets, attention at test is as long as in training: small models become worse
-    with the longer memory of the published models."""
-    compares_losses: ClassVar[bool] = False
-    """True if losses of single targets, which records do not have, are compared between the models of a group."""
-
-    def gather(self, outcome: Outcome) -> None:
-        """Add to an outcome what is not a number of a single result."""
-
-    def headings(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the headings of `cells`."""
-        return ("parameters", "status")
-
-    def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
-        """Return our numbers for a row, as means with the spread over seeds, and its status."""
-        return (parameters_text(result), status)
-
-    def figures(self, outcome: Outcome) -> list[Figure]:
-        """Return the figures of the page."""
-        return []
-
-
 class ModelMeasurement(Measurement, ABC):
     """A kind of table whose rows are trained models."""
 
@@ -101,7 +65,7 @@ class ModelMeasurement(Measurement, ABC):
         return {"test": 2}
 
 
-def _drawn(heading: str, drawing: Plot | None, caption: str) -> list[Figure]:
+def _drawn(heading: str, drawing: Plot | None, caption: str) -> list[DrawnFigure]:
     return [] if drawing is None else [(heading, drawing, caption)]
 
 
@@ -132,9 +96,9 @@ class Quality(ModelMeasurement):
         values = outcome.values[result.row.key]
         names = COSTS if outcome.definition.cost_beside else ()
         costs = [f"{shown(outcome, result, name, 2)}x" if values.get(name) else "-" for name in names]
-        return (parameters_text(result), shown(outcome, result, "quality"), *costs, status)
+        return (result.parameters_text, shown(outcome, result, "quality"), *costs, status)
 
-    def figures(self, outcome: Outcome) -> list[Figure]:
+    def figures(self, outcome: Outcome) -> list[DrawnFigure]:
         """Draw the results of every seed, and quality against cost."""
         every_seed = figures.quality_figure(outcome)
         parts = _drawn("Over seeds", every_seed, "Each dot is a seed, each bar the mean of a row.")
@@ -203,9 +167,9 @@ class Attention(ModelMeasurement):
         segment = outcome.values[result.row.key].get("training length", ())[:1]  # equal for all seeds
         numbers = [shown(outcome, result, name) for name in ("init", "quality")]
         best = shown(outcome, result, "attention", 0)
-        return (parameters_text(result), spread_text(segment, 0), *numbers, best, status)
+        return (result.parameters_text, spread_text(segment, 0), *numbers, best, status)
 
-    def figures(self, outcome: Outcome) -> list[Figure]:
+    def figures(self, outcome: Outcome) -> list[DrawnFigure]:
         """Draw the results of every seed, and quality against attention length."""
         keys = [row.key for row in outcome.definition.rows]
         text = "Validation split, means over seeds; the best length of each row was chosen here."
@@ -298,9 +262,9 @@ class Context(ModelMeasurement):
     def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
         """Return parameters, quality at the longest context, RECL by r, and status."""
         lengths = [shown(outcome, result, f"r = {r:.1f}", 0) for r in self.fractions]
-        return (parameters_text(result), shown(outcome, result, "quality"), *lengths, status)
+        return (result.parameters_text, shown(outcome, result, "quality"), *lengths, status)
 
-    def figures(self, outcome: Outcome) -> list[Figure]:
+    def figures(self, outcome: Outcome) -> list[DrawnFigure]:
         """Draw Figures 3 and 4 for every group."""
         parts = []
         for group, results in outcome.groups.items():
@@ -345,7 +309,7 @@ class Speed(Measurement):
         published = find_preset(row.preset)
         # Full attention lengths need the full model, because only their results are compared with the paper's.
         shape = transformer_xl_of(published.make() if scale.speed_lengths == 1 else scale.base("character"))
-        length, dtype = scale.speed_length(row), scale.dtype or "float32"
+        length, dtype = scale.speed_length(row.length), scale.dtype or "float32"
         timed = slowdown(shape, published.vocab_size, length, self.segment, scale.speed_steps, device, dtype)
         return {"slower": timed.ratio, **timed.to_dict()}
 
@@ -359,7 +323,7 @@ class Speed(Measurement):
         times = f"{shown(outcome, result, 'slower', 0)}x" if outcome.values[result.row.key].get("slower") else "-"
         return (", ".join(f"{length:,}" for length in lengths) or "-", times, "measured" if lengths else status)
 
-    def figures(self, outcome: Outcome) -> list[Figure]:
+    def figures(self, outcome: Outcome) -> list[DrawnFigure]:
         """Draw the slowdown by attention length."""
         return _drawn("Slowdown", figures.speed_figure(outcome), "Means over the measurements.")
 

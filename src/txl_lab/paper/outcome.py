@@ -4,97 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from txl.files import JsonObject
 from txl.units import is_character_unit
-from txl_lab.paper.claims import Claim, Verdict
 from txl_lab.paper.converging import Tried, Tuned
 from txl_lab.paper.scales import Scale
-from txl_lab.paper.schema import Definition, Row
-
-
-@dataclass
-class RowResult:
-    """Status of a row and its measurements."""
-
-    row: Row
-    status: Literal["done", "failed", "not finished", "published only", "not at this scale"]
-    reason: str = ""
-    config: JsonObject | None = None
-    parameters: int | None = None
-    by_seed: dict[int, JsonObject] = field(default_factory=dict)
-    """Measurements by seed."""
-
-    @property
-    def hit_cap(self) -> bool:
-        """True if the row trains until convergence and made all of its steps with some seed."""
-        if self.config is None or self.config["train"].get("patience") is None:
-            return False
-        return any(measured.get("steps") == self.config["train"]["steps"] for measured in self.by_seed.values())
-
-
-@dataclass(frozen=True)
-class GroupGains:
-    """Data of Figure 3 for one model group and seed: exp f(c,c) - exp f(c,c') of each model."""
-
-    group: str
-    seed: int
-    gains: dict[str, dict[tuple[int, int], float]]
-    """Gains by row and pair of context lengths (c, c')."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Contents of a table's page."""
-
-    definition: Definition
-    scale: Scale
-    seeds: int
-    corpus: str
-    """Name or path of our corpus."""
-    unit: str
-    rows: list[RowResult]
-    values: dict[str, dict[str, list[float]]]
-    """Values by row and measure, one per seed."""
-    curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    """Mean loss in nats by row and attention or context length, one value per seed."""
-    changed_text: tuple[str, ...] = ()
-    """Differences of our corpus from the published one."""
-    gains: list[GroupGains] = field(default_factory=list)
-    grids: dict[str, list[float]] = field(default_factory=dict)
-    """Possible values by measure, for measures that are lengths."""
-
-    @property
-    def failed(self) -> list[RowResult]:
-        """Rows that failed."""
-        return [row for row in self.rows if row.status == "failed"]
-
-    @property
-    def groups(self) -> dict[str, list[RowResult]]:
-        """Rows by the group of models in which they are compared."""
-        groups: dict[str, list[RowResult]] = {}
-        for result in self.rows:
-            groups.setdefault(result.row.group, []).append(result)
-        return groups
-
-    @property
-    def compares_with_paper(self) -> bool:
-        """True if published models were trained on the paper's corpus and tested on its whole test split."""
-        is_the_papers = self.corpus == self.definition.corpus and not self.changed_text
-        return self.scale.is_published and is_the_papers and self.scale.eval_tokens is None
-
-    def verdicts(self) -> list[tuple[Claim, Verdict]]:
-        """Return every claim of the table with its verdict; some scales judge no claims."""
-        return [(claim, self._verdict(claim)) for claim in self.definition.claims]
-
-    def _verdict(self, claim: Claim) -> Verdict:
-        if not self.scale.judged:
-            return Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
-        if claim.at_full_size and not self.compares_with_paper:
-            return Verdict("not judged", "a claim about the published model on the paper's corpus")
-        return claim.judge(self.values, self.grids)
+from txl_lab.paper.schema import Definition, Outcome, RowResult
 
 
 def gather(
@@ -133,11 +48,6 @@ def shown(outcome: Outcome, result: RowResult, name: str, digits: int | None = N
     if digits is None:
         digits = 3 if is_character_unit(outcome.unit) else 2
     return spread_text(outcome.values[result.row.key].get(name, ()), digits)
-
-
-def parameters_text(result: RowResult) -> str:
-    """Return the number of a row's parameters, or a dash."""
-    return "-" if result.parameters is None else f"{result.parameters:,}"
 
 
 def group_distances(outcome: Outcome) -> dict[str, float]:

@@ -18,8 +18,6 @@ from txl.reporting.wording import counted, short_name
 from txl.units import duration_text
 from txl_lab.paper.measurements import Speed
 from txl_lab.paper.outcome import (
-    Outcome,
-    RowResult,
     cells,
     distances_text,
     group_distances,
@@ -29,7 +27,7 @@ from txl_lab.paper.outcome import (
     tuned_rates,
 )
 from txl_lab.paper.parts import escape, figure, note, page, pairs, section, table
-from txl_lab.paper.schema import FITTED, Row
+from txl_lab.paper.schema import FITTED, Outcome, Row, RowResult
 
 _COLUMNS = 6
 """Most columns of one table with the paper's numbers and ours; with more columns there is a table for each."""

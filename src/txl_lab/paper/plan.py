@@ -40,7 +40,7 @@ def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str |
     """Return the plan of every row at a scale; open the corpus only if the size of its vocabulary is not known."""
     if isinstance(definition.measurement, Speed):
         return [
-            PlannedRow(row.key, f"attention length {scale.speed_length(row):,}", "to measure", preset=row.preset)
+            PlannedRow(row.key, f"attention length {scale.speed_length(row.length):,}", "to measure", preset=row.preset)
             for row in definition.rows
         ]
     published = scale.is_published and data.corpus == definition.corpus

@@ -16,7 +16,6 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import preset
 from txl_lab.paper.converging import UntilConverged
-from txl_lab.paper.schema import Row
 
 Dtype = Literal["float32", "bfloat16"]
 """Arithmetic; bfloat16 applies to matrix products only (autocast)."""
@@ -132,10 +131,9 @@ class Scale:
         step = self.context_step // 2 if self.context_step % 2 == 0 else self.context_step
         return range(step, self.longest_context + 1, step)
 
-    def speed_length(self, row: Row) -> int:
-        """Return the attention length at which a row of Table 9 is measured."""
-        assert row.length is not None
-        return max(1, round(row.length * self.speed_lengths))
+    def speed_length(self, length: int) -> int:
+        """Return the attention length at which a row of Table 9 with the paper's `length` is measured."""
+        return max(1, round(length * self.speed_lengths))
 
     def to_dict(self) -> JsonObject:
         """Return the fields that determine results, ready for JSON."""

@@ -1,4 +1,4 @@
-"""Classes that define a table or figure: `Definition` with its rows, its measurement, the paper's numbers and claims.
+"""Classes of a table or figure: `Definition` with its rows, measurement and claims, and `Outcome` with our results.
 
 A definition is data (`tables.toml`); `txl_lab.paper.experiment` runs it at a scale of `txl_lab.paper.scales`.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import ClassVar, Literal
 
-from txl_lab.paper.claims import Claim
-
-if TYPE_CHECKING:
-    from txl_lab.paper.measurements import Measurement
+from txl.files import JsonObject
+from txl.reporting.plots import Plot
+from txl_lab.paper.claims import Claim, Verdict
+from txl_lab.paper.scales import Scale
 
 FITTED = "model.d_hidden"
 """Width that a row with `fit` chooses."""
+DrawnFigure = tuple[str, Plot, str]
+"""Heading, plot and caption."""
 COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
 """Headings of the measures of a row's cost relative to another row."""
 
@@ -58,7 +60,7 @@ class Row:
     as before."""
     equal_memory_with: str | None = None
     """Key of the row whose training memory limits this row's, which takes the longest segment that fits (Table 10)."""
-    length: int | None = None
+    length: int = 0
     """Attention length of a row of Table 9."""
 
     @property
@@ -78,6 +80,39 @@ class Row:
         reach = int(values.get("model.mem_len", mem_len)) + segment - 1
         lengths = {"segment": segment, "reach": reach, "longest": longest, "two_segments": 2 * segment}
         return {name: value.format_map(lengths) for name, value in values.items()}
+
+
+class Measurement:
+    """A kind of table. Its instances have no state."""
+
+    measures: ClassVar[tuple[str, ...]] = ()
+    """Names of the numbers that a result of a row has."""
+    repeat: ClassVar[str] = "seed"
+    """What is repeated."""
+    results: ClassVar[str] = ""
+    """Folder of the results, below that of the experiment's results: tables of one experiment share theirs."""
+    has_numbers: ClassVar[bool] = True
+    """False if files are all that is made of a model."""
+    tests_as_trained: ClassVar[bool] = False
+    """True if, apart from published presets, attention at test is as long as in training: small models become worse
+    with the longer memory of the published models."""
+    compares_losses: ClassVar[bool] = False
+    """True if losses of single targets, which records do not have, are compared between the models of a group."""
+
+    def gather(self, outcome: Outcome) -> None:
+        """Add to an outcome what is not a number of a single result."""
+
+    def headings(self, outcome: Outcome) -> tuple[str, ...]:
+        """Return the headings of `cells`."""
+        return ("parameters", "status")
+
+    def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
+        """Return our numbers for a row, as means with the spread over seeds, and its status."""
+        return (result.parameters_text, status)
+
+    def figures(self, outcome: Outcome) -> list[DrawnFigure]:
+        """Return the figures of the page."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -125,3 +160,90 @@ class Definition:
     def row(self, key: str) -> Row:
         """Return the row with a key."""
         return next(row for row in self.rows if row.key == key)
+
+
+@dataclass
+class RowResult:
+    """Status of a row and its measurements."""
+
+    row: Row
+    status: Literal["done", "failed", "not finished", "published only", "not at this scale"]
+    reason: str = ""
+    config: JsonObject | None = None
+    parameters: int | None = None
+    by_seed: dict[int, JsonObject] = field(default_factory=dict)
+    """Measurements by seed."""
+
+    @property
+    def parameters_text(self) -> str:
+        """Number of parameters, or a dash."""
+        return "-" if self.parameters is None else f"{self.parameters:,}"
+
+    @property
+    def hit_cap(self) -> bool:
+        """True if the row trains until convergence and made all of its steps with some seed."""
+        if self.config is None or self.config["train"].get("patience") is None:
+            return False
+        return any(measured.get("steps") == self.config["train"]["steps"] for measured in self.by_seed.values())
+
+
+@dataclass(frozen=True)
+class GroupGains:
+    """Data of Figure 3 for one model group and seed: exp f(c,c) - exp f(c,c') of each model."""
+
+    group: str
+    seed: int
+    gains: dict[str, dict[tuple[int, int], float]]
+    """Gains by row and pair of context lengths (c, c')."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Contents of a table's page."""
+
+    definition: Definition
+    scale: Scale
+    seeds: int
+    corpus: str
+    """Name or path of our corpus."""
+    unit: str
+    rows: list[RowResult]
+    values: dict[str, dict[str, list[float]]]
+    """Values by row and measure, one per seed."""
+    curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
+    """Mean loss in nats by row and attention or context length, one value per seed."""
+    changed_text: tuple[str, ...] = ()
+    """Differences of our corpus from the published one."""
+    gains: list[GroupGains] = field(default_factory=list)
+    grids: dict[str, list[float]] = field(default_factory=dict)
+    """Possible values by measure, for measures that are lengths."""
+
+    @property
+    def failed(self) -> list[RowResult]:
+        """Rows that failed."""
+        return [row for row in self.rows if row.status == "failed"]
+
+    @property
+    def groups(self) -> dict[str, list[RowResult]]:
+        """Rows by the group of models in which they are compared."""
+        groups: dict[str, list[RowResult]] = {}
+        for result in self.rows:
+            groups.setdefault(result.row.group, []).append(result)
+        return groups
+
+    @property
+    def compares_with_paper(self) -> bool:
+        """True if published models were trained on the paper's corpus and tested on its whole test split."""
+        is_the_papers = self.corpus == self.definition.corpus and not self.changed_text
+        return self.scale.is_published and is_the_papers and self.scale.eval_tokens is None
+
+    def verdicts(self) -> list[tuple[Claim, Verdict]]:
+        """Return every claim of the table with its verdict; some scales judge no claims."""
+        return [(claim, self._verdict(claim)) for claim in self.definition.claims]
+
+    def _verdict(self, claim: Claim) -> Verdict:
+        if not self.scale.judged:
+            return Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
+        if claim.at_full_size and not self.compares_with_paper:
+            return Verdict("not judged", "a claim about the published model on the paper's corpus")
+        return claim.judge(self.values, self.grids)

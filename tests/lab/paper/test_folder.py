@@ -107,8 +107,8 @@ def test_a_training_split_too_short_for_the_lanes_is_refused(micro, tmp_path, da
 
 
 def test_the_papers_threshold_is_judged_of_its_own_corpus_alone():
-    from txl_lab.paper.outcome import Outcome
     from txl_lab.paper.scales import PAPER
+    from txl_lab.paper.schema import Outcome
 
     definition = definitions()["table2"]
     values = {row.key: {"quality": [0.5, 0.51]} for row in definition.rows}
