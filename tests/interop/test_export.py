@@ -264,7 +264,7 @@ def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
     for words, message in (
         ([str(tmp_path / "nothing"), "--out", out], "no such directory"),
         ([str(tmp_path / "full"), "--out", out], "not a run directory"),
-        ([str(run), "--out", out, "--format", "onnx"], "--format is 'onnx'; expected one of huggingface, safetensors"),
+        ([str(run), "--out", out, "--format", "onnx"], "--format is onnx; expected one of huggingface, safetensors"),
         ([str(run), "--out", str(tmp_path / "full")], "not empty"),
         ([str(run), "--out", str(tmp_path / "file")], ": a file; expected a directory"),
         ([str(run), "--out", str(tmp_path / "file" / "below")], "cannot be written"),
@@ -296,7 +296,7 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
     message = {
         "missing": "no weights there",
         "truncated": "damaged",
-        "contradiction": "model.n_layer is 7, but",
+        "contradiction": "--model.n-layer 7:",
         "not a number": "the tensor softmax.bias holds numbers that are not finite",
     }
     assert message[damage] in capsys.readouterr().err

@@ -133,7 +133,7 @@ def test_added_tokens_whose_ids_do_not_follow_the_vocabulary_are_refused(known, 
     with pytest.raises(UserError, match=r"the vocabulary has 27 symbols, the checkpoint 29"):
         import_run(folder, tmp_path / "ours")
     (folder / "added_tokens.json").write_text('{"<formula>": "27"}')
-    with pytest.raises(UserError, match=r"added_tokens.json: expected tokens with their ids; --vocabulary FILE gives"):
+    with pytest.raises(UserError, match=r"added_tokens.json: expected tokens with their ids"):
         import_run(folder, tmp_path / "ours")
 
 
@@ -213,7 +213,7 @@ def test_nvidia_s_bpe_vocabulary_is_read(known, pattern, tmp_path, monkeypatch):
 )
 def test_a_bpe_vocabulary_that_cannot_be_read_leaves_the_weights(changes, known, pattern, tmp_path, monkeypatch):
     path = with_gpt2(tmp_path / "a.pt", monkeypatch, gpt2_vocabulary(known, pattern, **changes))
-    with pytest.raises(UserError, match=r"not those of byte-level BPE.*; --vocabulary FILE gives another"):
+    with pytest.raises(UserError, match=r"not those of byte-level BPE"):
         import_run(path, tmp_path / "run")
     other = vocabulary_from(["<eos>", "<unk>", *(f"w{number}" for number in range(262))], "here")
     import_run(path, tmp_path / "run", vocabulary=other)

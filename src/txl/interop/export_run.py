@@ -32,7 +32,7 @@ from txl.data.vocabulary import (
 from txl.data.words import EOS, JOINER, UNK, marks
 from txl.errors import UserError
 from txl.files import JsonObject, check_new_directory, follow_umask
-from txl.interop.conversion import FREE, floating
+from txl.interop.conversion import FREE, contradiction, floating
 from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.new_directory import write_directory
 from txl.interop.source import window_after
@@ -63,7 +63,7 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
             directories are then removed.
     """
     if kind not in FORMATS:
-        raise UserError(f"--format is {kind!r}; expected one of {', '.join(FORMATS)}")
+        raise UserError(field="format", value=kind, expected=f"one of {', '.join(FORMATS)}")
     check_new_directory(out)
     directory = RunDirectory(path)
     run = directory.config()
@@ -146,12 +146,12 @@ def flat_modules(start: str) -> dict[str, str]:
     `from .txl_models_adaptive import X`. Imports of jaxtyping are removed: annotations are never evaluated, and
     jaxtyping may not be installed where the export is opened.
     """
-    found: dict[str, str] = {}
+    files: dict[str, str] = {}
     waiting = [start]
     while waiting:
         module = waiting.pop()
         name = f"{module.replace('.', '_')}.py"
-        if name in found:
+        if name in files:
             continue
         spec = find_spec(module)
         assert spec is not None
@@ -164,8 +164,8 @@ def flat_modules(start: str) -> dict[str, str]:
                 waiting.append(node.module)
         flat = re.sub(r"^from jaxtyping import .*\n", "", source, flags=re.MULTILINE)
         flat = re.sub(r"^(\s*)from (txl[\w.]*) import", _relative, flat, flags=re.MULTILINE)
-        found[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
-    return found
+        files[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
+    return files
 
 
 def _with_texts(sources: dict[str, str]) -> str:
@@ -252,7 +252,8 @@ def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
         return tokenizer
     if isinstance(vocabulary, CharVocabulary):
         ids = {
-            _UNKNOWN if number == vocabulary.unk_id else each: number for number, each in enumerate(vocabulary.symbols)
+            _UNKNOWN if number == vocabulary.unk_id else symbol: number
+            for number, symbol in enumerate(vocabulary.symbols)
         }
         tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -297,7 +298,7 @@ def _marks() -> tuple[list[normalizers.Replace], pre_tokenizers.Sequence]:
     An inserted character has the offsets of the character before it. So what joins a mark is inserted behind the mark:
     `￭` if the mark joins the next word, and \x1c, which no text holds at this point, if it joins the previous word.
     The cutter puts `￭` before every word (Metaspace: with the offsets of the word's first character), and removes it
-    where there is no \x1c. A word that begins with `￭` would get none before it; it is given one here.
+    where there is no \x1c. A word that begins with `￭` would get none before it, so one is put there here.
     """
     mark, other = f"[{marks()}]", f"[^\\s{marks()}]"
     end = f"(?:eos|unk)>(?=[\\s{marks()}]|\\z)"  # of `<eos>` and `<unk>`, whose marks are no words
@@ -350,7 +351,7 @@ def read_own_export(folder: Path, options: JsonObject) -> tuple[TransformerXLCon
     known = {name: value for name, value in stated.items() if name in MODEL_FIELDS}
     for name, value in options.items():
         if name not in FREE and name in known and known[name] != value:
-            raise UserError(f"model.{name} is {value}, but {folder} says {known[name]}; leave the option out")
+            raise contradiction(name, value, f"{folder} says {known[name]}")
         known[name] = list(value) if isinstance(value, tuple) else value
     if "mem_len" in options and "window" in stated and "window" not in options:
         known["window"] = window_after(stated.get("mem_len"), stated["window"], options["mem_len"])

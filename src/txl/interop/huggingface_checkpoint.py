@@ -5,6 +5,7 @@ The file may leave out tensors that the model shares. The logit of cluster i is 
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -55,13 +56,13 @@ def read_huggingface(folder: Path) -> Source:
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in read_weights(folder).items()}
     untied = bool(config.get("untie_r", True))
     if not untied:
-        tensors = {name: each for name, each in tensors.items() if not (".dec_attn.r_" in name and "_bias" in name)}
+        tensors = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.dec_attn\.r_.*_bias", name)}
     all_but_first = bool(config.get("proj_share_all_but_first", True))
     restore_shared(tensors, all_but_first)
 
     settings["untie_r"] = untied
     size = config.get("vocab_size")
-    n_token = sum(len(each) for name, each in tensors.items() if name.startswith("crit.out_layers.") and "bias" in name)
+    n_token = sum(len(bias) for name, bias in tensors.items() if re.match(r"crit\.out_layers\..*bias", name))
     if n_token and isinstance(size, int) and size != n_token:
         raise UserError(f"{folder}: config.json says {size} tokens, the weights have {n_token}")
     settings["layer_norm_eps"] = float(config.get("layer_norm_epsilon", 1e-5))
@@ -109,6 +110,6 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise UserError(f"{path}: damaged ({str(error)[:200]})") from None
     value = read_torch_file(path)
-    if not isinstance(value, dict) or not all(isinstance(each, Tensor) for each in value.values()):
+    if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
         raise UserError(f"{path}: not a dictionary of tensors")
     return {str(name): tensor for name, tensor in value.items()}

@@ -10,7 +10,7 @@ import torch
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TransformerXLConfig, validate
 from txl.data.vocabulary import Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, check_new_directory
 from txl.interop.conversion import converted
 from txl.interop.export_run import is_own_export, read_own_export, read_test_settings
@@ -92,7 +92,7 @@ def import_run(
         try:
             vocabulary = source.vocabulary()
         except UserError as error:
-            raise UserError(f"{error}; --vocabulary FILE gives another vocabulary") from None
+            raise UserError((error, "; ", Field("vocabulary", "FILE"), " gives another vocabulary")) from None
     if vocabulary is not None and len(vocabulary) != n_token:
         raise UserError(f"the vocabulary has {len(vocabulary)} symbols, the checkpoint {n_token}; expected the same")
     run = _configuration(name or path.resolve().name, source, model, vocabulary, data)

@@ -20,12 +20,12 @@ ResultT = TypeVar("ResultT")
 def write_directory(out: Path, fill: Callable[[Path], ResultT]) -> ResultT:
     """Fill a temporary directory beside `out` and rename it; if `out` exists, inside it, and move what it holds.
 
-    An existing `out` is kept, as a process may work in it, or another file system may be mounted there. If an error
+    An existing `out` stays, as a process may work in it, or another file system may be mounted there. If an error
     occurs, only what this call wrote is removed.
 
     Args:
         out: directory that is missing or empty.
-        fill: function that writes into the directory that it is given.
+        fill: function that writes into the directory that it gets.
 
     Returns:
         The result of `fill`.
@@ -34,7 +34,7 @@ def write_directory(out: Path, fill: Callable[[Path], ResultT]) -> ResultT:
         UserError: if the directory cannot be written.
     """
     out = Path(absolute(str(out)))
-    temporary, made = None, [each for each in (out.parent, *out.parent.parents) if not each.exists()]
+    temporary, made = None, [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
     moved: list[Path] = []
     try:
         exists = out.is_dir()
@@ -44,25 +44,24 @@ def write_directory(out: Path, fill: Callable[[Path], ResultT]) -> ResultT:
         result = fill(temporary)
         if exists:
             # config.json, which makes the directory a run or a model, comes last.
-            for each in sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path)):
-                os.rename(each, out / each.name)
-                moved.append(out / each.name)
+            for path in sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path)):
+                os.rename(path, out / path.name)
+                moved.append(out / path.name)
         else:
             os.rename(temporary, out)
         return result
     except BaseException as error:
-        for each in moved:
+        for path in moved:
             with suppress(OSError):
-                shutil.rmtree(each) if each.is_dir() else each.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         if not isinstance(error, (OSError, SafetensorError)):
             raise
-        raise UserError(
-            f"--out {out}: cannot be written ({reason_of(error)}); give a directory that can be written"
-        ) from None
+        problem, remedy = f"cannot be written ({reason_of(error)})", "give a directory that can be written"
+        raise UserError(problem, field="out", value=str(out), remedy=remedy) from None
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         if not out.exists():
-            for each in made:
+            for folder in made:
                 with suppress(OSError):
-                    each.rmdir()
+                    folder.rmdir()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -34,34 +33,13 @@ def source_of(value: object, path: str) -> Source:
         return _from_module(_unwrapped(value), path)
     if isinstance(value, dict) and "model_state" in value:
         return _from_nvidia(value, path)
-    if isinstance(value, dict) and value and all(isinstance(each, Tensor) for each in value.values()):
+    if isinstance(value, dict) and value and all(isinstance(tensor, Tensor) for tensor in value.values()):
         names = {_bare(str(name)): tensor for name, tensor in value.items()}
         return _from_weights(names, path)
     raise UserError(
         f"{path}: holds a {type(value).__name__}; expected the authors' pickled model, a dictionary of its weights, or "
         f"NVIDIA's checkpoint"
     )
-
-
-def refuse_encoding(kind: object, path: str) -> None:
-    """Refuse every positional encoding except type 0, with an error that names the encoding."""
-    if kind not in (0, None):
-        name = ENCODINGS.get(kind, "unknown") if isinstance(kind, int) else "unknown"
-        raise UserError(f"{path}: encoding type {brief(kind)} ({name}); only type 0, the paper's own, can be imported")
-
-
-def refuse_extended_context(ext_len: object, path: str) -> None:
-    """Refuse an extended context (`ext_len`) above 0."""
-    if isinstance(ext_len, int) and ext_len > 0:
-        raise UserError(
-            f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
-        )
-
-
-def refuse_sampled_softmax(n_sample: object, path: str) -> None:
-    """Refuse a softmax over a sample of the vocabulary; -1 or 0 means no sampling."""
-    if isinstance(n_sample, (int, float)) and n_sample > 0:
-        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
 
 
 _MOST_MODULES = 100_000
@@ -84,13 +62,18 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
         if isinstance(stated.get(name), Tensor):
             raise UserError(f"{path}: {name} is a tensor; expected a plain value")
     refuse_encoding(stated.get("attn_type"), path)
-    refuse_extended_context(stated.get("ext_len"), path)
-    refuse_sampled_softmax(stated.get("sample_softmax"), path)
+    ext_len, n_sample = stated.get("ext_len"), stated.get("sample_softmax")
+    if isinstance(ext_len, int) and ext_len > 0:
+        raise UserError(
+            f"{path}: an extended context of {ext_len} (ext_len); it cannot be imported, because its memory leaves gaps"
+        )
+    if isinstance(n_sample, (int, float)) and n_sample > 0:  # -1 or 0 means no sampling
+        raise UserError(f"{path}: trained with a sampled softmax (sample_softmax), which cannot be imported")
     for name in _RATES:
         if name in stated and (type(stated[name]) not in (int, float) or not abs(stated[name]) < 1e9):
             raise UserError(f"{path}: {name} is {brief(stated[name])}; expected a number")
     cutoffs = stated.get("cutoffs") or ()
-    if not isinstance(cutoffs, (list, tuple)) or not all(type(each) is int for each in cutoffs):
+    if not isinstance(cutoffs, (list, tuple)) or not all(type(cutoff) is int for cutoff in cutoffs):
         raise UserError(f"{path}: cutoffs is {brief(cutoffs)}; expected a list of whole numbers")
     settings: FieldValues = {name: stated[name] for name in _NUMBERS if type(stated.get(name)) is int}
     settings |= {name: float(stated[name]) for name in ("dropout", "dropatt") if name in stated}
@@ -102,11 +85,17 @@ def stated_settings(stated: Mapping[str, Any], path: str, *, itself_extra: bool)
     }
 
 
+def refuse_encoding(kind: object, path: str) -> None:
+    """Refuse every positional encoding except type 0, with an error that names the encoding."""
+    if kind not in (0, None):
+        name = ENCODINGS.get(kind, "unknown") if isinstance(kind, int) else "unknown"
+        raise UserError(f"{path}: encoding type {brief(kind)} ({name}); only type 0, the paper's own, can be imported")
+
+
 def _unwrapped(module: StandIn) -> StandIn:
     """Return the model inside wrappers such as DataParallel and FP16_Module."""
-    seen = 0
-    while "module" in _modules(module) and seen < 8:
-        module, seen = _modules(module)["module"], seen + 1
+    for _ in range(8):
+        module = _modules(module).get("module", module)
     return module
 
 
@@ -114,65 +103,57 @@ def _modules(module: StandIn) -> dict[str, StandIn]:
     modules = StandIn.attribute(module, "_modules", {})
     if not isinstance(modules, dict):
         return {}
-    return {str(name): each for name, each in modules.items() if isinstance(each, StandIn)}
+    return {str(name): child for name, child in modules.items() if isinstance(child, StandIn)}
 
 
 def _from_module(module: StandIn, path: str) -> Source:
     tensors: dict[str, Tensor] = {}
     number = count()
 
-    def walk(each: StandIn, prefix: str, depth: int) -> None:
+    def walk(part: StandIn, prefix: str, depth: int) -> None:
         if depth > 16 or next(number) > _MOST_MODULES:
             raise UserError(f"{path}: has too many modules, or nested too deeply; expected the authors' pickled model")
         for kind in ("_parameters", "_buffers"):
-            found = StandIn.attribute(each, kind)
-            for name, tensor in found.items() if isinstance(found, dict) else ():
+            values = StandIn.attribute(part, kind)
+            for name, tensor in values.items() if isinstance(values, dict) else ():
                 if isinstance(tensor, Tensor):
                     tensors[f"{prefix}{name}"] = tensor
-        for name, child in _modules(each).items():
+        for name, child in _modules(part).items():
             walk(child, f"{prefix}{name}.", depth + 1)
 
     walk(module, "", 0)
     if not tensors:
         raise UserError(f"{path}: holds a {module.origin} without weights; expected the authors' pickled model")
-    read = partial(StandIn.attribute, module)
-    refuse_encoding(read("attn_type"), path)
-    refuse_extended_context(read("ext_len"), path)
-    refuse_sampled_softmax(read("sample_softmax"), path)
-    settings: FieldValues = {}
-    for name in ("n_layer", "n_head", "d_model", "d_head", "d_embed", "mem_len"):
-        if type(read(name)) is int:
-            settings[name] = read(name)
-    modules = _modules(module)
-    embedding = modules.get("word_emb")
-    if embedding is not None:
-        cutoffs, div_val = StandIn.attribute(embedding, "cutoffs"), StandIn.attribute(embedding, "div_val")
-        if isinstance(cutoffs, list) and all(type(each) is int for each in cutoffs):
-            settings["cutoffs"] = tuple(cutoffs[:-1])  # the last is the vocabulary's size
-        if isinstance(div_val, int):
-            settings["div_val"] = div_val
-    layer = _modules(modules["layers"]).get("0") if "layers" in modules else None
-    attention = _modules(layer).get("dec_attn") if layer is not None else None
-    if attention is not None:
-        settings["pre_norm"] = bool(StandIn.attribute(attention, "pre_lnorm"))
-        _rate(settings, "dropatt", _modules(attention).get("dropatt"))
-    _rate(settings, "dropout", modules.get("drop"))
-    settings["clamp_len"] = length_or_none(read("clamp_len"))
-    settings["window"] = window_of(read("same_length"), settings.get("mem_len"), itself_extra=False)
     flip_clusters(tensors)
-    segment = read("tgt_len")
+    segment = StandIn.attribute(module, "tgt_len")
     return Source(
         "the authors' model.pt",
         tensors,
-        settings,
+        stated_settings(_stated(module), path, itself_extra=False),
         segment=segment if type(segment) is int and segment > 0 else None,
     )
 
 
-def _rate(settings: FieldValues, name: str, dropout: StandIn | None) -> None:
-    rate = None if dropout is None else StandIn.attribute(dropout, "p")
-    if isinstance(rate, (int, float)) and 0 <= rate < 1:
-        settings[name] = float(rate)
+def _stated(module: StandIn) -> dict[str, Any]:
+    """Return the settings that the attributes of a pickled model state, by the names in `stated_settings`."""
+    names = (*_NUMBERS, "attn_type", "ext_len", "sample_softmax", "clamp_len", "same_length")
+    stated = {name: StandIn.attribute(module, name) for name in names if StandIn.attribute(module, name) is not None}
+    modules = _modules(module)
+    if (embedding := modules.get("word_emb")) is not None:
+        cutoffs = StandIn.attribute(embedding, "cutoffs")
+        stated["cutoffs"] = cutoffs[:-1] if isinstance(cutoffs, list) else None  # the last is the vocabulary's size
+        stated["div_val"] = StandIn.attribute(embedding, "div_val")
+    layer = _modules(modules["layers"]).get("0") if "layers" in modules else None
+    attention = _modules(layer).get("dec_attn") if layer is not None else None
+    dropouts = {"dropout": modules.get("drop")}
+    if attention is not None:
+        stated["pre_lnorm"] = StandIn.attribute(attention, "pre_lnorm")
+        dropouts["dropatt"] = _modules(attention).get("dropatt")
+    for name, dropout in dropouts.items():
+        rate = None if dropout is None else StandIn.attribute(dropout, "p")
+        if isinstance(rate, (int, float)) and 0 <= rate < 1:
+            stated[name] = rate
+    return stated
 
 
 def _from_weights(tensors: dict[str, Tensor], path: str) -> Source:
@@ -195,15 +176,9 @@ def _from_nvidia(value: dict[object, object], path: str) -> Source:
         raise UserError(f"{path}: tgt_len is {brief(segment)}; expected a whole number")
     tensors: dict[str, Tensor] = {}
     for name, tensor in weights.items():
-        if isinstance(tensor, Tensor):
-            name = _bare(str(name))
-            if name.startswith("crit.shared_out_projs."):
-                continue  # a copy of the embedding's projections
-            if name.startswith("crit.out_layers_biases."):
-                name = f"crit.out_layers.{name.rpartition('.')[2]}.bias"
-            elif name.startswith("crit.out_layers_weights."):
-                name = f"crit.out_layers.{name.rpartition('.')[2]}.weight"
-            tensors[name] = tensor
+        # `shared_out_projs` are copies of the embedding's projections.
+        if isinstance(tensor, Tensor) and not (name := _bare(str(name))).startswith("crit.shared_out_projs."):
+            tensors[re.sub(r"^crit\.out_layers_(bias|weight)e?s\.(\d+)$", r"crit.out_layers.\2.\1", name)] = tensor
     flip_clusters(tensors)
     vocab = value.get("vocab")
     return Source(

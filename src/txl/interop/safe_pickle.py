@@ -93,7 +93,7 @@ def _check_hashed(values: Iterable[object]) -> None:
     """Refuse keys and elements of sets that are nested: hashing them may never end, or overflow the stack."""
     plain = (str, bytes, int, float, bool, type(None), StandIn)
     for value in values:
-        if not all(isinstance(each, plain) for each in (value if isinstance(value, tuple) else (value,))):
+        if not all(isinstance(part, plain) for part in (value if isinstance(value, tuple) else (value,))):
             raise UnsafePickle("it has a nested key, which no checkpoint needs")
 
 

@@ -27,13 +27,13 @@ from txl.errors import UserError
 _PATTERNS = ("config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "vocab.*", "added_tokens.json")
 
 
-def checkpoint_path(given: str, quiet: bool = False) -> Path:
-    """Return the path of a checkpoint on disk; if `given` names a model on the Hub, download it first.
+def checkpoint_path(name: str, quiet: bool = False) -> Path:
+    """Return the path of a checkpoint on disk; if `name` is that of a model on the Hub, download it first.
 
     The Hub's client resumes an interrupted download and caches a complete one.
     """
-    path = Path(os.path.expanduser(given))
-    if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", given) or path.with_name(path.name + ".index").exists():
+    path = Path(os.path.expanduser(name))
+    if path.exists() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.with_name(path.name + ".index").exists():
         return path
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -41,10 +41,10 @@ def checkpoint_path(given: str, quiet: bool = False) -> Path:
 
     (disable_progress_bars if quiet else enable_progress_bars)()
     try:
-        folder = snapshot_download(given, allow_patterns=list(_PATTERNS))
+        folder = snapshot_download(name, allow_patterns=list(_PATTERNS))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{given}: no such file or directory, and not found on the Hub ({reason})") from None
+        raise UserError(f"{name}: no such file or directory, and not found on the Hub ({reason})") from None
     return Path(folder)
 
 

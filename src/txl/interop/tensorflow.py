@@ -10,18 +10,43 @@ Shapes: E d_model, L layers, H heads, D width of a head, d_i width of cluster i.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from itertools import accumulate, takewhile
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from txl.config import FieldValues
 from txl.errors import UserError
 from txl.interop.source import Source
 
 _EMBED, _SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
+_LAYER = r"transformer/layer_(\d+)"
+_RENAMED = (
+    (rf"{_LAYER}/rel_attn/(qkv|r|o)/kernel", r"layers.\1.dec_attn.\2_net.weight"),
+    (rf"{_LAYER}/rel_attn/LayerNorm/gamma", r"layers.\1.dec_attn.layer_norm.weight"),
+    (rf"{_LAYER}/rel_attn/LayerNorm/beta", r"layers.\1.dec_attn.layer_norm.bias"),
+    (rf"{_LAYER}/ff/LayerNorm/gamma", r"layers.\1.pos_ff.layer_norm.weight"),
+    (rf"{_LAYER}/ff/LayerNorm/beta", r"layers.\1.pos_ff.layer_norm.bias"),
+    (rf"{_LAYER}/ff/layer_1/kernel", r"layers.\1.pos_ff.CoreNet.0.weight"),
+    (rf"{_LAYER}/ff/layer_1/bias", r"layers.\1.pos_ff.CoreNet.0.bias"),
+    (rf"{_LAYER}/ff/layer_2/kernel", r"layers.\1.pos_ff.CoreNet.3.weight"),
+    (rf"{_LAYER}/ff/layer_2/bias", r"layers.\1.pos_ff.CoreNet.3.bias"),
+    (rf"{_EMBED}/lookup_table", "word_emb.emb_layers.0.weight"),
+    (rf"{_EMBED}/proj_W", "word_emb.emb_projs.0"),
+    (rf"{_EMBED}/cutoff_(\d+)/lookup_table", r"word_emb.emb_layers.\1.weight"),
+    (rf"{_EMBED}/cutoff_(\d+)/proj_W", r"word_emb.emb_projs.\1"),
+    (rf"{_SOFTMAX}/bias", "crit.out_layers.0.bias"),
+    (rf"{_SOFTMAX}/cutoff_(\d+)/b", r"crit.out_layers.\1.bias"),
+    (rf"{_SOFTMAX}/cutoff_(\d+)/proj", r"crit.out_projs.\1"),
+    (rf"{_SOFTMAX}/cutoff_0/cluster_W", "crit.cluster_weight"),
+    (rf"{_SOFTMAX}/cutoff_0/cluster_b", "crit.cluster_bias"),
+    ("transformer/r_w_bias", "r_w_bias"),
+    ("transformer/r_r_bias", "r_r_bias"),
+)
+"""Patterns of variables, and their names in the authors' PyTorch code."""
+_TRANSPOSED = ("/kernel", "/proj_W", "/proj")
+"""Endings of the variables that are transposed."""
 
 
 def tensorflow_prefix(path: Path) -> Path | None:
@@ -32,8 +57,8 @@ def tensorflow_prefix(path: Path) -> Path | None:
             named = re.search(r'^model_checkpoint_path: "([^"]*)"', listing.read_text(errors="replace"), re.MULTILINE)
             if named and (path / f"{Path(named[1]).name}.index").is_file():
                 return path / Path(named[1]).name
-        found = sorted(path.glob("*.ckpt*.index"), key=_step)
-        return found[-1].with_suffix("") if found else None
+        checkpoints = sorted(path.glob("*.ckpt*.index"), key=_step)
+        return checkpoints[-1].with_suffix("") if checkpoints else None
     if path.suffix == ".index" and path.is_file():
         return path.with_suffix("")
     return path if path.with_name(path.name + ".index").is_file() else None
@@ -71,97 +96,55 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
     """Return TensorFlow's variables by the authors' PyTorch names.
 
     Args:
-        arrays: variables by name; used variables are removed.
+        arrays: variables by name; it is emptied.
         path: path of the checkpoint, for messages.
     """
     tensors: dict[str, Tensor] = {}
+    is_divided = f"{_EMBED}/cutoff_0/lookup_table" in arrays
+    for variable in sorted(arrays):
+        array = arrays.pop(variable)
+        pattern = next((pair for pair in _RENAMED if re.fullmatch(pair[0], variable)), None)
+        if pattern is None:
+            raise UserError(f"{path}: the variable {variable} has no place in a Transformer-XL of encoding type 0")
+        array = np.asarray(array.T if variable.endswith(_TRANSPOSED) else array)
+        tensors[re.sub(*pattern, variable)] = torch.from_numpy(np.ascontiguousarray(array))
+    if not {"r_w_bias", "r_r_bias", "layers.0.dec_attn.qkv_net.weight"} <= tensors.keys():
+        raise UserError(
+            f"{path}: r_w_bias, r_r_bias or layer_0 is missing; expected the authors' model, encoding type 0"
+        )
+    _unstack_biases(tensors, path)
+    if is_divided:
+        _complete_projections(tensors)
+    settings = {"cutoffs": _cutoffs(tensors), "layer_norm_eps": 1e-12}  # epsilon of tf.contrib.layers.layer_norm
+    note = "a TensorFlow checkpoint does not state memory, clamp and window (same_length M is window M + 1): "
+    return Source("the authors' TensorFlow checkpoint", tensors, settings, notes=[f"{note}set them by option"])
 
-    def take(name: str, transposed: bool = False) -> Tensor:
-        if name not in arrays:
-            raise UserError(f"{path}: the variable {name} is missing; expected the authors' TensorFlow model")
-        array = np.asarray(arrays.pop(name))
-        return torch.from_numpy(np.ascontiguousarray(array.T if transposed else array))
 
-    if "transformer/r_r_bias" not in arrays or "transformer/r_w_bias" not in arrays:
-        raise UserError(f"{path}: no transformer/r_w_bias; expected the authors' TensorFlow model of encoding type 0")
-    u, v = take("transformer/r_w_bias"), take("transformer/r_r_bias")
-    n_layer = 0
-    while f"transformer/layer_{n_layer}/rel_attn/qkv/kernel" in arrays:
-        theirs, ours = f"transformer/layer_{n_layer}/", f"layers.{n_layer}."
-        for name in ("qkv", "r", "o"):
-            tensors[f"{ours}dec_attn.{name}_net.weight"] = take(f"{theirs}rel_attn/{name}/kernel", transposed=True)
-        for name, part in (("rel_attn", "dec_attn"), ("ff", "pos_ff")):
-            tensors[f"{ours}{part}.layer_norm.weight"] = take(f"{theirs}{name}/LayerNorm/gamma")
-            tensors[f"{ours}{part}.layer_norm.bias"] = take(f"{theirs}{name}/LayerNorm/beta")
-        for name, place in (("layer_1", 0), ("layer_2", 3)):
-            tensors[f"{ours}pos_ff.CoreNet.{place}.weight"] = take(f"{theirs}ff/{name}/kernel", transposed=True)
-            tensors[f"{ours}pos_ff.CoreNet.{place}.bias"] = take(f"{theirs}ff/{name}/bias")
-        if u.ndim == 3:  # one pair per layer
-            if n_layer >= len(u) or v.shape != u.shape:
-                raise UserError(f"{path}: transformer/r_w_bias has shape {list(u.shape)}; expected one pair a layer")
-            tensors[f"{ours}dec_attn.r_w_bias"], tensors[f"{ours}dec_attn.r_r_bias"] = u[n_layer], v[n_layer]
-        n_layer += 1
+def _unstack_biases(tensors: dict[str, Tensor], path: str) -> None:
+    """Give every layer its own u and v, if they are not shared: [L, H, D] instead of [H, D]."""
+    u, v = tensors["r_w_bias"], tensors["r_r_bias"]
     if u.ndim == 2:
-        tensors["r_w_bias"], tensors["r_r_bias"] = u, v
-    if n_layer == 0:
-        raise UserError(f"{path}: no transformer/layer_0/rel_attn/qkv/kernel; expected encoding type 0")
-    d_model = tensors["layers.0.dec_attn.qkv_net.weight"].shape[1]
-    _take_embeddings(arrays, tensors, take, d_model)
-    settings = _take_softmax(arrays, tensors, take) | {"layer_norm_eps": 1e-12}  # tf.contrib.layers.layer_norm's
-    left = sorted(arrays)
-    if left:
-        raise UserError(f"{path}: the variable {left[0]} has no place in a Transformer-XL of encoding type 0")
-    return Source(
-        "the authors' TensorFlow checkpoint",
-        tensors,
-        settings,
-        notes=["a TensorFlow checkpoint does not state memory, clamp and window (same_length M is window M + 1): "
-               "set them by option"],
-    )  # fmt: skip
-
-
-def _take_embeddings(
-    arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor], d_model: int
-) -> None:
-    """Move the embedding's tables and projections, one for all clusters or one per cluster, to `tensors`.
-
-    A missing projection of a cluster, which is then as wide as the model, becomes the identity.
-    """
-    if f"{_EMBED}/lookup_table" in arrays:
-        tensors["word_emb.emb_layers.0.weight"] = take(f"{_EMBED}/lookup_table")
-        if f"{_EMBED}/proj_W" in arrays:
-            tensors["word_emb.emb_projs.0"] = take(f"{_EMBED}/proj_W", transposed=True)
         return
-    cluster = 0
-    while f"{_EMBED}/cutoff_{cluster}/lookup_table" in arrays:
-        tensors[f"word_emb.emb_layers.{cluster}.weight"] = take(f"{_EMBED}/cutoff_{cluster}/lookup_table")
-        if f"{_EMBED}/cutoff_{cluster}/proj_W" in arrays:
-            tensors[f"word_emb.emb_projs.{cluster}"] = take(f"{_EMBED}/cutoff_{cluster}/proj_W", transposed=True)
-        else:
-            tensors[f"word_emb.emb_projs.{cluster}"] = torch.eye(d_model)
+    if u.ndim != 3 or v.shape != u.shape or f"layers.{len(u)}.dec_attn.qkv_net.weight" in tensors:
+        raise UserError(f"{path}: transformer/r_w_bias has shape {list(u.shape)}; expected one pair a layer")
+    for name in ("r_w_bias", "r_r_bias"):
+        tensors |= {f"layers.{layer}.dec_attn.{name}": bias for layer, bias in enumerate(tensors.pop(name))}
+
+
+def _complete_projections(tensors: dict[str, Tensor]) -> None:
+    """Make a projection that a cluster lacks the identity; such a cluster is as wide as the model."""
+    d_model, cluster = tensors["layers.0.dec_attn.qkv_net.weight"].shape[1], 0
+    while f"word_emb.emb_layers.{cluster}.weight" in tensors:
+        tensors.setdefault(f"word_emb.emb_projs.{cluster}", torch.eye(d_model))
         cluster += 1
 
 
-def _take_softmax(
-    arrays: dict[str, np.ndarray], tensors: dict[str, Tensor], take: Callable[..., Tensor]
-) -> FieldValues:
-    """Move the output's biases, cluster weights and projections to `tensors`; return the cutoffs, from the biases."""
-    if f"{_SOFTMAX}/bias" in arrays:
-        tensors["crit.out_layers.0.bias"] = take(f"{_SOFTMAX}/bias")
-        return {"cutoffs": ()}
-    split = "word_emb.emb_layers.1.weight" in tensors
-    biases = []
-    while f"{_SOFTMAX}/cutoff_{len(biases)}/b" in arrays:
-        cluster = len(biases)
-        biases.append(take(f"{_SOFTMAX}/cutoff_{cluster}/b"))
-        if f"{_SOFTMAX}/cutoff_{cluster}/proj" in arrays:
-            tensors[f"crit.out_projs.{cluster}"] = take(f"{_SOFTMAX}/cutoff_{cluster}/proj", transposed=True)
-    if len(biases) > 1:
-        tensors["crit.cluster_weight"] = take(f"{_SOFTMAX}/cutoff_0/cluster_W")
-        tensors["crit.cluster_bias"] = take(f"{_SOFTMAX}/cutoff_0/cluster_b")
-    if split:
-        tensors |= {f"crit.out_layers.{cluster}.bias": bias for cluster, bias in enumerate(biases)}
-    elif biases:
-        tensors["crit.out_layers.0.bias"] = torch.cat(biases)
-    ends = np.cumsum([len(bias) for bias in biases]).tolist()
-    return {"cutoffs": tuple(ends[:-1])}
+def _cutoffs(tensors: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return the cutoffs, which the clusters' biases tell; if all clusters share a table, join their biases."""
+    names = [f"crit.out_layers.{cluster}.bias" for cluster in range(len(tensors))]
+    biases = [tensors[name] for name in takewhile(tensors.__contains__, names)]
+    if len(biases) > 1 and "word_emb.emb_layers.1.weight" not in tensors:
+        tensors |= {names[0]: torch.cat(biases)}
+        for name in names[1 : len(biases)]:
+            del tensors[name]
+    return tuple(accumulate(len(bias) for bias in biases[:-1]))

@@ -321,11 +321,11 @@ def _resolved(value: object) -> object:
         keep.append(item)
         if isinstance(item, tuple):
             seen[id(item)] = None  # only in a damaged file does a tuple contain itself
-            seen[id(item)] = result = tuple(walk(each) for each in item)
+            seen[id(item)] = result = tuple(walk(part) for part in item)
             return result
         seen[id(item)] = item
         if isinstance(item, list):
-            item[:] = [walk(each) for each in item]
+            item[:] = [walk(part) for part in item]
         else:
             values = item if isinstance(item, dict) else item.__dict__
             for key in list(values):

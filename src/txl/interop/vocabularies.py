@@ -28,8 +28,8 @@ _UNKNOWNS = ("<unk>", "<UNK>", "<unknown>")
 
 def read_beside(folder: Path, names: Sequence[str], added: Mapping[int, str] | None = None) -> Vocabulary | None:
     """Read the first of some vocabulary files that a directory holds; None if it holds none."""
-    found = next((folder / name for name in names if (folder / name).is_file()), None)
-    return None if found is None else read_vocabulary(found, added)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    return None if path is None else read_vocabulary(path, added)
 
 
 def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocabulary:
