@@ -32,7 +32,7 @@ class Field:
     def text(self, name_of: Callable[[str], str] = str) -> str:
         """Return the mention in words; `name_of` as for `TxlError.text`."""
         name = name_of(self.name)
-        return name if self.value is ... else f"{name} {_shown(self.value)}"
+        return name if self.value is ... else f"{name} {_in_message(self.value)}"
 
 
 class TxlError(Exception):
@@ -72,7 +72,7 @@ class TxlError(Exception):
             name_of: function from the name of a setting to the words by which a user knows it, such as an option.
         """
         words = [name_of(self.field)] if self.field else []
-        words += [] if self.value is ... else [_shown(self.value)]
+        words += [] if self.value is ... else [_in_message(self.value)]
         problem, but, expected, remedy = (
             _written(text, name_of) for text in (self.problem, self.but, self.expected, self.remedy)
         )
@@ -133,13 +133,18 @@ def _written(text: Text, name_of: Callable[[str], str]) -> str:
     return text.text(name_of)
 
 
-def _shown(value: object) -> str:
-    """Return a value for a message: none, true, [1, 2]; a text in quotes unless it is one word and no number."""
+def shown(value: object) -> str:
+    """Return a value as a user writes it: none, true, [1, 2]."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (tuple, list, dict)):
+    return str(list(value) if isinstance(value, tuple) else value)
+
+
+def _in_message(value: object) -> str:
+    """Return a value for a message: a text in quotes unless it is one word and no number, a list by its beginning."""
+    if isinstance(value, (list, tuple, dict)):
         return brief(list(value) if isinstance(value, tuple) else value)
-    text = str(value)
+    text = shown(value)
     is_word = text.isprintable() and text.split() == [text]
     is_like_number = isinstance(value, str) and text.lstrip("+-")[:1].isdigit()
     return text if is_word and not is_like_number else repr(text)

@@ -255,8 +255,8 @@ def test_bfloat16_autocast_gives_float32_losses_and_memory_close_to_float32_ones
         ({"cutoffs": (5, 5)}, r"model.cutoffs is \[5, 5\]; expected numbers above 0 that increase strictly"),
         ({"cutoffs": (0, 5)}, r"model.cutoffs is \[0, 5\]"),
         ({"cutoffs": (5, 11)}, r"model.cutoffs is \[5, 11\] for a vocabulary of 11; .* below 11"),
-        ({"cutoffs": (3, 5), "div_val": 100}, r"model.div_val is 100: of 512 .* cluster 2 would get none"),
-        ({"cutoffs": (3,), "div_val": 9, "d_embed": 8}, r"model.div_val is 9: of 8 .* cluster 1 would get none"),
+        ({"cutoffs": (3, 5), "div_val": 100}, r"model.div_val is 100, but of 512 .* cluster 2 would get none"),
+        ({"cutoffs": (3,), "div_val": 9, "d_embed": 8}, r"model.div_val is 9, but of 8 .* cluster 1 would get none"),
     ],
 )
 def test_shapes_that_cannot_be_built_are_refused(changes, message):

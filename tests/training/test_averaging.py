@@ -166,7 +166,10 @@ def test_another_run_starts_from_the_averaged_weights(story, data_dir, tmp_path)
         ({"train.average_from": "-1"}, "train.average_from is -1"),
         ({"train.average_from": "3", "train.average_patience": "3"}, "expected one of them"),
         ({"train.average_patience": "0"}, "train.average_patience is 0"),
-        ({"train.average_patience": "2", "train.eval_every": "0"}, "needs evaluations while training"),
+        (
+            {"train.average_patience": "2", "train.eval_every": "0"},
+            "train.average_patience is .*, but train.eval_every is 0",
+        ),
         ({"train.average_from": "3", "train.average_mu": "1.5"}, "train.average_mu is 1.5"),
         ({"train.average_mu": "0.5"}, "nothing starts the averaging"),
         ({"train.average_lr_factor": "0"}, "train.average_lr_factor is 0"),

@@ -225,7 +225,7 @@ def test_its_memory_is_measured_and_estimated():
     [
         ({"train.backprop_segments": "0"}, "train.backprop_segments is 0"),
         ({"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}, "no memory for gradients to flow into"),
-        ({"train.capture": "true"}, "train.capture records steps of one segment"),
+        ({"train.capture": "true"}, "train.capture is true; expected false"),
     ],
 )
 def test_what_cannot_be_is_refused(options, said):

@@ -101,8 +101,11 @@ def test_when_it_is_evaluated_is_part_of_such_a_run(story, data_dir, tmp_path):
     ("options", "message"),
     [
         ({"train.patience": "0"}, "train.patience is 0"),
-        ({"train.patience": "2", "train.eval_every": "0"}, "train.patience needs evaluations"),
-        ({"train.schedule": "plateau", "train.eval_every": "0"}, "train.schedule plateau needs evaluations"),
+        ({"train.patience": "2", "train.eval_every": "0"}, "train.patience is .*, but train.eval_every is 0"),
+        (
+            {"train.schedule": "plateau", "train.eval_every": "0"},
+            "train.schedule is plateau, but train.eval_every is 0",
+        ),
         ({"train.plateau_patience": "2"}, "train.plateau_patience is 2, but train.schedule is .*; expected plateau"),
         ({"train.plateau_patience": "0", "train.schedule": "plateau"}, "train.plateau_patience is 0"),
     ],

@@ -31,10 +31,10 @@ def run(arguments: argparse.Namespace) -> None:
     import shtab
 
     from txl.commands.command_line import build_parser
-    from txl.config import choices_of, options
+    from txl.config import kind_of, options
     from txl.presets import presets
 
-    words_of = {option.name: choices_of(option.hint) for option in options()}
+    words_of = {option.name: kind_of(option.hint).choices for option in options()}
     root = build_parser()
     for action in _arguments(root):
         completed: Any = action  # shtab reads an attribute that argparse does not define

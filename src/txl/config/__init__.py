@@ -24,7 +24,7 @@ from txl.config.fields import (
     with_options,
     with_unset_data,
 )
-from txl.config.model import Encoding, ModelConfig, TransformerConfig
+from txl.config.model import ModelConfig, TransformerConfig
 from txl.config.recurrent import RecurrentConfig, RecurrentKind
 from txl.config.run import RunConfig, planned_name, validate
 from txl.config.sections import (
@@ -45,7 +45,7 @@ from txl.config.sections import (
     validate_temperature,
 )
 from txl.config.transformer_xl import AttentionName, TransformerXLConfig
-from txl.config.values import FieldValues, choices_of, placeholder, shown, whole_number
+from txl.config.values import FieldValues, kind_of, placeholder, shown, whole_number
 from txl.config.vanilla import VanillaConfig
 
 __all__ = [
@@ -57,7 +57,6 @@ __all__ = [
     "AttentionName",
     "Boundary",
     "DataConfig",
-    "Encoding",
     "EvalConfig",
     "FieldValues",
     "Lengths",
@@ -76,9 +75,9 @@ __all__ = [
     "VanillaConfig",
     "WordRule",
     "as_family",
-    "choices_of",
     "chosen_family",
     "differences",
+    "kind_of",
     "leaf_fields",
     "may_change",
     "model_from_dict",

@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from txl.config.model import LENGTHS, ModelConfig, model_fields
+from txl.config.model import NO_LENGTHS, ModelConfig, TransformerConfig
 from txl.config.recurrent import RecurrentConfig
 from txl.config.transformer_xl import TransformerXLConfig
-from txl.config.values import ANYTHING, FieldValues, checked
+from txl.config.values import ANYTHING, FieldValues, TypeHint, checked, hints_of, kind_of, shown
 from txl.config.vanilla import VanillaConfig
 from txl.errors import UserError
 
+# Configuration class of each family by name; `txl.models.FAMILIES` holds the model classes.
 MODEL_FAMILIES: dict[str, type[ModelConfig]] = {
     config().family: config for config in (TransformerXLConfig, VanillaConfig, RecurrentConfig)
 }
-"""Configuration class of each family by name; `txl.models.FAMILIES` holds the model classes."""
-MODEL_FIELDS = model_fields()
-"""The fields of all families by name, the fields shared by all models first."""
 FamilyT = TypeVar("FamilyT", bound=ModelConfig)
+# Names of the fields that select a model instead of changing a property of the model.
 _CHOOSE = ("family", "kind", "encoding")
-"""Names of the fields that select a model instead of changing a property of the model."""
+
+
+@dataclass(frozen=True)
+class ModelField:
+    """A field of one family or of several families."""
+
+    item: dataclasses.Field[object]
+    hint: TypeHint
+    """Type of the field; of a choice, with the values of all families."""
+    owner: type[ModelConfig]
+    """The class that declares the field."""
+
+    @property
+    def lacking(self) -> object:
+        """The value that means the same as not having the field; `ANYTHING` if no value makes a difference."""
+        return self.item.metadata.get("lacking", self.item.default)
+
+
+def _model_fields() -> dict[str, ModelField]:
+    fields: dict[str, ModelField] = {}
+    for owner in (ModelConfig, TransformerConfig, *MODEL_FAMILIES.values()):
+        for item in dataclasses.fields(owner):
+            hint, known = hints_of(owner)[item.name], fields.get(item.name)
+            if known is None:
+                without = item.metadata.get("lacking")
+                choices = ((without,) if isinstance(without, str) else ()) + kind_of(hint).choices
+                fields[item.name] = ModelField(item, Literal[choices] if choices else hint, owner)
+            elif more := [choice for choice in kind_of(hint).choices if choice not in kind_of(known.hint).choices]:
+                choices = (*kind_of(known.hint).choices, *more)
+                fields[item.name] = dataclasses.replace(known, hint=Literal[choices])
+    return fields
+
+
+# The fields of all families by name, the fields shared by all models first.
+MODEL_FIELDS = _model_fields()
 
 
 def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
@@ -61,11 +96,11 @@ def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> Mo
             setattr(result, name, value)
         else:
             lacking[name] = value
-    result.refuse_lacking(lacking)
-    kept = {*_CHOOSE, *given, *family.__dataclass_fields__}
-    left = [item.name for item in dataclasses.fields(model) if item.name not in kept]
-    carried = {name: getattr(model, name) for name in left if name in LENGTHS or not drop}
-    result.refuse_lacking(carried, carried=True)
+    _refuse_lacking(result, lacking)
+    known = {*_CHOOSE, *given, *family.__dataclass_fields__}
+    left = [item.name for item in dataclasses.fields(model) if item.name not in known]
+    carried = {name: getattr(model, name) for name in left if name in NO_LENGTHS or not drop}
+    _refuse_lacking(result, carried, carried=True)
     return result
 
 
@@ -85,8 +120,29 @@ def model_from_dict(values: object) -> ModelConfig:
     own = [item.name for item in dataclasses.fields(family) if item.init]
     result = family(**{name: value for name, value in given.items() if name in own})
     others = {name: value for name, value in given.items() if name not in ("family", *own)}
-    result.refuse_lacking(others, carried=True)
+    _refuse_lacking(result, others, carried=True)
     return result
+
+
+def _refuse_lacking(model: ModelConfig, values: Mapping[str, object], carried: bool = False) -> None:
+    """Refuse settings of other families, except values that mean the same as not having the setting.
+
+    Args:
+        model: configuration of the family.
+        values: values of fields of other families, by name.
+        carried: True: the values come from a stored configuration, not from the user; settings that make no
+            difference (`lacking=ANYTHING`) are then ignored.
+    """
+    for name, value in values.items():
+        field = MODEL_FIELDS[name]
+        default = field.item.default if field.lacking is ANYTHING else field.lacking
+        if value == default or (carried and field.lacking is ANYTHING):
+            continue
+        if name in NO_LENGTHS:
+            model.refuse_lengths({name: value}, "model.")
+        why = f"{model.chosen_by}, which has no use for it: it is a setting of {field.owner.title}"
+        remedy = f"leave it at its default, {shown(default)}"
+        raise UserError(field=f"model.{name}", value=value, but=why, remedy=remedy)
 
 
 def chosen_family(given: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:

@@ -43,7 +43,7 @@ def leaf_fields(config: Section, prefix: str = "") -> list[tuple[str, dataclasse
     for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         name = f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if isinstance(value, Section):
             leaves.extend(leaf_fields(value, f"{name}."))
         else:
             leaves.append((name, item, hints[item.name], value))

@@ -12,34 +12,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self
 
 from txl.config.sections import EvalConfig, Lengths, Limit, TrainConfig
-from txl.config.values import (
-    ANYTHING,
-    FieldValues,
-    TypeHint,
-    check_ranges,
-    hints_of,
-    require,
-    setting,
-    shown,
-    unknown_field,
-)
-from txl.errors import Field, UserError
+from txl.config.values import FieldValues, Section, hints_of, kind_of, setting, shown
+from txl.errors import UserError
 
-Encoding = Literal["relative", "shaw", "learned", "sinusoid"]
-"""Encodings of positions: the first two for Transformer-XL, the others for Transformers without memory."""
 ENCODING_HELP = (
     "position encoding. relative: as in the paper; shaw: learned relative vectors (Shaw et al.). Without memory: "
     "learned at every layer (Al-Rfou et al.), or sinusoid at the input (Vaswani et al.)"
 )
-LENGTHS = ("mem_len", "window", "clamp_len")
-"""Names of the settings of a memory that consists of positions."""
+# Settings of a memory that consists of positions, and the values that mean no memory.
+NO_LENGTHS: dict[str, int | None] = {"mem_len": 0, "window": None, "clamp_len": None}
+# Fields for a dropout rate, and fields whose values determine the meaning of the weights; arguments as for `setting`.
 rate = functools.partial(setting, at_least=0, below=1, drops=True)
-"""Field for a dropout rate; arguments as for `setting`."""
 shaping = functools.partial(setting, changes_weights=True)
-"""Field whose value determines the meaning of the weights; arguments as for `setting`."""
 
 
 def family_name(name: str) -> Any:
@@ -49,7 +36,7 @@ def family_name(name: str) -> Any:
 
 
 @dataclass
-class ModelConfig(ABC):
+class ModelConfig(Section, ABC):
     """The configuration shared by models of all families. Lengths are numbers of tokens, widths numbers of features."""
 
     family: str = family_name("")
@@ -96,6 +83,7 @@ class ModelConfig(ABC):
         0.0, "temporal activation regularisation: adds this times the mean of (h_t - h_{t-1})^2 to the loss", at_least=0
     )
 
+    section: ClassVar[str] = "model"
     choice: ClassVar[str] = "encoding"
     """Name of the field that selects a model of the family."""
     title: ClassVar[str] = "every model"
@@ -106,18 +94,21 @@ class ModelConfig(ABC):
     """True if attention scores depend on the distance to a key, which can then be clamped."""
     constant_state: ClassVar[bool] = False
     """True if the state has a constant size, so that no position of the past is ever dropped."""
-    if TYPE_CHECKING:
-        mem_len: int = field(init=False)
-        window: int | None = field(init=False)
-        clamp_len: int | None = field(init=False)
-    else:  # no dataclass fields: models without a memory of positions lack these settings
-        mem_len, window, clamp_len = 0, None, None
 
-    def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dataclass_fields__:
-            self.refuse_lacking({name: value})  # a value that means the same as having no field is allowed
-            return
-        super().__setattr__(name, value)
+    @property
+    def mem_len(self) -> int:
+        """Positions of memory; 0 for a model without a memory of positions, which has no such setting."""
+        return 0
+
+    @property
+    def window(self) -> int | None:
+        """Number of keys that a query sees; None for a model without a memory of positions."""
+        return None
+
+    @property
+    def clamp_len(self) -> int | None:
+        """Largest distance that is told apart; None for a model without a memory of positions."""
+        return None
 
     @property
     def chosen_by(self) -> str:
@@ -127,7 +118,7 @@ class ModelConfig(ABC):
     @classmethod
     def choices(cls) -> tuple[str, ...]:
         """Return the values that the field named by `choice` can have in this family."""
-        return get_args(hints_of(cls)[cls.choice])
+        return kind_of(hints_of(cls)[cls.choice]).choices
 
     @property
     @abstractmethod
@@ -234,53 +225,32 @@ class ModelConfig(ABC):
 
     def validate(self) -> None:
         """Check the rules of the model's shape, which do not depend on text or training."""
-        check_ranges(self, "model.")
-        choices, chosen = self.choices(), getattr(self, self.choice)
-        expected = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
-        require(chosen in choices, f"model.{self.choice}", chosen, expected)
-        if any(first >= second for first, second in pairwise((0, *self.cutoffs))):
-            raise UserError(
-                f"model.cutoffs is {list(self.cutoffs)}; expected numbers above 0 that increase strictly, or nothing"
-            )
+        self.check_ranges()
+        choices = self.choices()
+        family = f"{' or '.join(choices)} in the family {self.family} (txl.config.with_options chooses another)"
+        self.require(getattr(self, self.choice) in choices, self.choice, family)
+        increases = all(first < second for first, second in pairwise((0, *self.cutoffs)))
+        self.require(increases, "cutoffs", "numbers above 0 that increase strictly, or nothing")
         d_embed = self.d_embed or self.d_model
-        for cluster in range(len(self.cutoffs) + 1):
-            if d_embed // self.div_val**cluster < 1:
-                raise UserError(
-                    f"model.div_val is {self.div_val}: of {d_embed} embedding features cluster {cluster} would get "
-                    f"none; use a smaller div_val or fewer cutoffs"
-                )
-        if self.n_softmax == 1 and self.dropout_latent is not None:
-            raise UserError(
-                f"model.dropout_latent is {self.dropout_latent}, but model.n_softmax is 1; expected none without a "
-                f"mixture of softmaxes"
-            )
-        if self.dropout_tail > 0 and not self.cutoffs:
-            raise UserError(
-                f"model.dropout_tail is {self.dropout_tail}, but without model.cutoffs there are no tails; expected 0"
-            )
-        if self.tie_projections == "tails" and d_embed != self.d_model:
-            raise UserError(
-                f"model.tie_projections is tails, but model.d_embed is {self.d_embed} and model.d_model "
-                f"{self.d_model}; expected the same: the shortlist's embeddings meet the hidden states without a "
-                f"projection"
-            )
+        narrowest = len(self.cutoffs)
+        empty = next((cluster for cluster in range(narrowest + 1) if d_embed // self.div_val**cluster < 1), None)
+        but = f"of {d_embed} embedding features cluster {empty} would get none"
+        self.require(empty is None, "div_val", "a smaller div_val or fewer cutoffs", but)
+        is_mixture = self.n_softmax > 1
+        self.require(is_mixture or self.dropout_latent is None, "dropout_latent", "none", "model.n_softmax is 1")
+        self.require(bool(self.cutoffs) or self.dropout_tail == 0, "dropout_tail", "0", "there are no model.cutoffs")
+        shares_width = self.tie_projections != "tails" or d_embed == self.d_model
+        widths = f"model.d_embed is {self.d_embed} and model.d_model {self.d_model}"
+        self.require(shares_width, "tie_projections", "the same: the shortlist has no projection", widths)
 
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
         """Check the rules for the training and evaluation of this model."""
-        if train.backprop_segments > 1 and (self.constant_state or not self.mem_len):
-            raise UserError(
-                f"train.backprop_segments is {train.backprop_segments}, but this model has no memory for gradients to "
-                f"flow into (model.mem_len); use a longer train.segment"
-            )
-        if train.reset_memory and not self.constant_state and not self.mem_len:
-            raise UserError(
-                "this model has no memory",
-                field="train.reset_memory",
-                value=train.reset_memory,
-                remedy=("set ", Field("train.reset_memory", 0)),
-            )
+        carries_positions = not self.constant_state and self.mem_len > 0
+        but = "this model has no memory for gradients to flow into (model.mem_len); use a longer train.segment"
+        train.require(carries_positions or train.backprop_segments == 1, "backprop_segments", "1", but)
+        train.require(self.carries_state or train.reset_memory == 0, "reset_memory", "0", "this model has no memory")
         if self.no_memory:
-            self.refuse_lengths({name: getattr(evaluation, name) for name in LENGTHS}, "eval.")
+            self.refuse_lengths({name: getattr(evaluation, name) for name in NO_LENGTHS}, "eval.")
 
     def lengths(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
         """Return the lengths for a state of the model: the given ones, else those of the configuration.
@@ -305,33 +275,9 @@ class ModelConfig(ABC):
             prefix: prefix of the names in error messages.
         """
         for name, value in lengths.items():
-            nothing = getattr(type(self), name)
-            if value not in (None, "none", nothing):
-                raise UserError(
-                    f"{prefix}{name} is {value}, but {self.chosen_by}: {self.no_memory}; expected {shown(nothing)}"
-                )
-
-    def refuse_lacking(self, values: Mapping[str, object], carried: bool = False) -> None:
-        """Refuse settings of other families, except values that mean the same as not having the setting.
-
-        Args:
-            values: values of fields of other families, by name.
-            carried: True: the values come from a stored configuration, not from the user; settings that make no
-                difference (`lacking=ANYTHING`) are then ignored.
-        """
-        for name, value in values.items():
-            of = model_fields().get(name)
-            if of is None:
-                raise unknown_field(self, name)
-            default = of.item.default if of.lacking is ANYTHING else of.lacking
-            if value == default or (carried and of.lacking is ANYTHING):
-                continue
-            if name in LENGTHS:
-                self.refuse_lengths({name: value}, "model.")
-            raise UserError(
-                f"model.{name} is {shown(value)}, but {self.chosen_by}, which has no use for it: it is a setting of "
-                f"{of.owner.title}; leave it at its default, {shown(default)}"
-            )
+            if value not in (None, "none", NO_LENGTHS[name]):
+                why = f"{self.chosen_by}: {self.no_memory}"
+                raise UserError(field=f"{prefix}{name}", value=value, but=why, expected=shown(NO_LENGTHS[name]))
 
 
 @dataclass
@@ -367,44 +313,9 @@ class TransformerConfig(ModelConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        require(self.d_model % 2 == 0, "model.d_model", self.d_model, "an even number (R is half sines, half cosines)")
+        self.require(self.d_model % 2 == 0, "d_model", "an even number (R is half sines, half cosines)")
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count W_q, W_k, W_v and W_o, the feed-forward's matrices and biases, and two LayerNorms, of every layer."""
         width, attention, inner = self.d_model, self.n_head * self.d_head, self.d_inner
         return self.n_layer * (4 * width * attention + 2 * width * inner + inner + width + 2 * 2 * width)
-
-
-@dataclass(frozen=True)
-class ModelField:
-    """A field of one family or of several families."""
-
-    item: dataclasses.Field[object]
-    hint: TypeHint
-    """Type of the field; if its values differ between families, the type of the values of all families."""
-    owner: type[ModelConfig]
-    """The class that declares the field."""
-
-    @property
-    def lacking(self) -> object:
-        """The value that means the same as not having the field; `ANYTHING` if no value makes a difference."""
-        return self.item.metadata.get("lacking", self.item.default)
-
-
-@functools.cache
-def model_fields() -> dict[str, ModelField]:
-    """Return the fields of all families by name, the fields shared by all models first.
-
-    The families are the subclasses of `ModelConfig`; the package imports all of them before it calls this function.
-    """
-    hints = {"encoding": Encoding, "kind": Literal["transformer", "lstm", "qrnn"]}
-    found: dict[str, ModelField] = {}
-    for family in _with_subclasses(ModelConfig):
-        for item in dataclasses.fields(family):
-            hint = hints.get(item.name, hints_of(family)[item.name])
-            found.setdefault(item.name, ModelField(item, hint, family))
-    return found
-
-
-def _with_subclasses(family: type[ModelConfig]) -> list[type[ModelConfig]]:
-    return [family, *(each for subclass in family.__subclasses__() for each in _with_subclasses(subclass))]

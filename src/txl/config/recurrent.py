@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 
 from txl.config.model import ModelConfig, family_name, rate, shaping
 from txl.config.values import shown
-from txl.errors import UserError
 
 RecurrentKind = Literal["lstm", "qrnn"]
 
@@ -67,31 +66,22 @@ class RecurrentConfig(ModelConfig):
     @property
     def kernels(self) -> list[int]:
         """Number of tokens that the convolution of each layer of a QRNN reads."""
-        given = list(self.kernel_sizes[: self.n_layer])
-        return given + [given[-1]] * (self.n_layer - len(given))
+        sizes = list(self.kernel_sizes[: self.n_layer])
+        return sizes + [sizes[-1]] * (self.n_layer - len(sizes))
 
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        if self.kind == "lstm":
-            for name in ("kernel_sizes", "zoneout"):
-                value, default = getattr(self, name), self.__dataclass_fields__[name].default
-                if value != default:
-                    raise UserError(
-                        f"model.{name} is {shown(value)}, but model.kind is lstm, which has no use for it; leave it "
-                        f"at its default, {shown(default)}"
-                    )
+        for name in ("kernel_sizes", "zoneout"):
+            default = self.__dataclass_fields__[name].default
+            but = f"model.kind is lstm, which has no use for it; leave it at its default, {shown(default)}"
+            self.require(self.kind == "qrnn" or getattr(self, name) == default, name, but=but)
         sizes = self.kernel_sizes
-        if self.kind == "qrnn" and not (1 <= len(sizes) <= self.n_layer and all(1 <= size <= 1024 for size in sizes)):
-            raise UserError(
-                f"model.kernel_sizes is {list(sizes)}; expected 1 to {self.n_layer} numbers from 1 to 1024, one for "
-                f"each layer (the last holds for all further ones)"
-            )
-        if self.n_softmax == 1 and self.d_last not in (None, self.d_model):
-            raise UserError(
-                f"model.d_last is {self.d_last}, but model.n_softmax is 1; expected none or {self.d_model} without a "
-                f"mixture of softmaxes"
-            )
+        fits = 1 <= len(sizes) <= self.n_layer and all(1 <= size <= 1024 for size in sizes)
+        expected = f"1 to {self.n_layer} numbers from 1 to 1024, one a layer (the last holds for all further ones)"
+        self.require(self.kind == "lstm" or fits, "kernel_sizes", expected)
+        is_usual, but = self.d_last in (None, self.d_model), "model.n_softmax is 1"
+        self.require(self.n_softmax > 1 or is_usual, "d_last", f"none or {self.d_model} without a mixture", but)
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count 4*H*(I + H) + 8*H a layer for LSTM, 3*H*(K*I + 1) for QRNN; I inputs, H units, K kernel size."""

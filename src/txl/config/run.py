@@ -9,14 +9,14 @@ from txl.config.families import model_from_dict
 from txl.config.model import ModelConfig
 from txl.config.sections import DataConfig, EvalConfig, TrainConfig
 from txl.config.transformer_xl import TransformerXLConfig
-from txl.config.values import OnlyFields, from_plain, require
+from txl.config.values import Section, from_plain, require
 from txl.files import JsonObject
 
 _PLANNED = "-minutes"
 
 
 @dataclass
-class RunConfig(OnlyFields):
+class RunConfig(Section):
     """Everything that determines a run, apart from the machine."""
 
     name: str = field(default="custom", metadata={"may_change": True})

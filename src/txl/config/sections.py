@@ -9,26 +9,23 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral
-from typing import Literal, TypedDict
+from typing import ClassVar, Literal, TypedDict
 
-from txl.config.values import LARGEST, OnlyFields, check_ranges, require, setting
-from txl.errors import UserError
+from txl.config.values import LARGEST, Section, require, setting, shown
+from txl.errors import Field, UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
 LossName = Literal["full", "half", "last"]
 WordRule = Literal["whitespace", "punctuation"]
 Boundary = Literal["end", "both"]
+# Choices of `txl.Adaptation`: rule, statistics, and the weights that dynamic evaluation changes.
 AdaptationRule = Literal["rms", "sgd"]
 StatisticsName = Literal["mean", "sum"]
 AdaptedWeights = Literal["all", "feed-forward", "biases"]
-"""Weights that dynamic evaluation changes; this type and the two above are choices of `txl.Adaptation`."""
+# Largest number of tokens by which a segment of random length exceeds the mean: eight standard deviations.
 RANDOM_LENGTHS = 40
-"""Largest number of tokens by which a segment of random length exceeds the mean: eight standard deviations."""
-_FRACTION = "from 0 up to but not including 1"
-
-
+# Window or clamp in a call: "none" is no limit, None is the configuration's value.
 Limit = int | Literal["none"] | None
-"""Window or clamp in a call: "none" is no limit, None is the configuration's value."""
 
 
 class LengthOptions(TypedDict):
@@ -119,9 +116,10 @@ def validate_temperature(temperature: float, name: str = "temperature") -> None:
 
 
 @dataclass
-class DataConfig(OnlyFields):
+class DataConfig(Section):
     """The text of a run, and the unit in which it is read."""
 
+    section: ClassVar[str] = "data"
     corpus: str = setting("stdlib", "name of a corpus, or your own file, folder or glob")
     unit: Unit = setting("byte", "unit of one token")
     source: str | None = setting(None, "folder or archive to take a named corpus from instead of downloading it")
@@ -130,14 +128,14 @@ class DataConfig(OnlyFields):
         None,
         "words seen less often in training become <unk>; none: 2 in your own text, 1 in a named corpus",
         at_least=1,
-        expected="1 or more, or none",
+        none="the usual",
         as_stored=True,
     )
     max_words: int | None = setting(
         None,
         "keep only this many of the most frequent words; none: all",
         at_least=1,
-        expected="1 or more words, or none for all",
+        none="all",
     )
     word_rule: WordRule | None = setting(
         None,
@@ -159,13 +157,14 @@ class DataConfig(OnlyFields):
 
     def validate(self) -> None:
         """Check the rules for the preparation of the text."""
-        check_ranges(self, "data.")
+        self.check_ranges()
 
 
 @dataclass
-class TrainConfig(OnlyFields):
+class TrainConfig(Section):
     """The settings of training."""
 
+    section: ClassVar[str] = "train"
     steps: int = setting(400_000, "updates of the weights", at_least=1)
     batch_size: int = setting(22, "lanes B read in parallel", at_least=1)
     micro_batches: int = setting(
@@ -182,7 +181,6 @@ class TrainConfig(OnlyFields):
         "probability that a lane's memory is emptied before a step, so that the model also learns to begin a text",
         at_least=0,
         below=1,
-        expected=_FRACTION,
     )
     loss: LossName = setting(
         "full", "positions of a segment that have a loss: all, the recent half (Table 6), or the last one"
@@ -194,7 +192,7 @@ class TrainConfig(OnlyFields):
     optimizer: Literal["adam", "adamw", "sgd", "muon"] = setting(
         "adam", "optimiser; muon: Muon for the layers' matrices, AdamW with the same learning rate for everything else"
     )
-    momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1, expected=_FRACTION)
+    momentum: float = setting(0.0, "sgd: Nesterov's momentum; 0: none", at_least=0, below=1)
     learning_rate: float = setting(2.5e-4, "peak learning rate", above=0)
     min_learning_rate: float = setting(
         0.0, "learning rate at the end of cosine and linear, floor of inverse_sqrt, steps and plateau", at_least=0
@@ -214,12 +212,11 @@ class TrainConfig(OnlyFields):
         1,
         "plateau: evaluations in a row without a new best after which the learning rate is divided by four",
         at_least=1,
-        expected="1 or more evaluations",
     )
     decay_at: tuple[int, ...] = setting((), "schedule steps: updates after which the learning rate is divided by ten")
     warmup_steps: int = setting(0, "steps of linear warm-up", at_least=0)
-    beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1, expected=_FRACTION)
-    beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1, expected=_FRACTION)
+    beta1: float = setting(0.9, "Adam's first-moment decay", at_least=0, below=1)
+    beta2: float = setting(0.999, "Adam's second-moment decay", at_least=0, below=1)
     eps: float = setting(1e-8, "Adam's epsilon", above=0)
     weight_decay: float = setting(
         0.0, "weight decay, on matrices only (adam: L2 in the gradient; adamw, muon: decoupled)", at_least=0
@@ -233,21 +230,20 @@ class TrainConfig(OnlyFields):
         "start to average when the validation loss is above the best of the evaluations made more than this many "
         "evaluations before; none: never",
         at_least=1,
-        expected="1 or more evaluations",
     )
     average_mu: float | None = setting(
         None,
         "weight of the newest weights in the average; none: plain mean (1/n for the n-th)",
         above=0,
         at_most=1,
-        expected="above 0 and at most 1, or none for the plain mean",
+        none="the plain mean",
     )
     average_lr_factor: float = setting(1.0, "factor of the learning rate while weights are averaged", above=0)
     patience: int | None = setting(
         None,
         "stop after this many evaluations in a row without a new best; none: only after all steps",
         at_least=1,
-        expected="1 or more evaluations, or none",
+        none="no early stop",
     )
     dtype: Literal["float32", "bfloat16", "float64"] = setting(
         "float32", "number format; bfloat16: of matrix products only (autocast); float64: of everything"
@@ -276,13 +272,13 @@ class TrainConfig(OnlyFields):
         None,
         "tokens of the validation split used while training; none: all",
         at_least=2,
-        expected="2 or more tokens, or none for all",
+        none="all",
     )
     eval_batch_size: int | None = setting(
         None,
         "lanes of the evaluations while training; none: eval.batch_size",
         at_least=1,
-        expected="1 lane or more, or none",
+        none="eval.batch_size",
     )
     checkpoint_every: int = setting(4000, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(
@@ -304,7 +300,7 @@ class TrainConfig(OnlyFields):
         10.0,
         "a loss this many standard deviations above the recent mean is reported as a spike; none: never",
         above=0,
-        expected="standard deviations above 0, or none",
+        none="no report",
     )
     on_spike: Literal["report", "rollback"] = setting(
         "report", "rollback: return to the last scheduled checkpoint and continue with the text after the spike"
@@ -312,10 +308,10 @@ class TrainConfig(OnlyFields):
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
     planned_minutes: float | None = setting(
         None,
-        "planned minutes of training and its evaluations. If they will take a tenth longer, a run of --minutes gets "
+        "planned minutes of training and its evaluations. If they will take a tenth longer, a run for minutes gets "
         "fewer steps, and other runs print a note; none: neither",
         above=0,
-        expected="minutes above 0, or none",
+        none="no plan",
         may_change=True,
     )
     tensorboard: bool = setting(
@@ -334,68 +330,50 @@ class TrainConfig(OnlyFields):
 
     def validate(self) -> None:
         """Check the rules for the settings of training."""
-        check_ranges(self, "train.")
-        if self.capture and self.backprop_segments > 1:
-            raise UserError(
-                f"train.capture records steps of one segment, and train.backprop_segments is {self.backprop_segments}; "
-                f"leave one of them out"
-            )
-        if self.reset_memory and self.compile:
-            raise UserError(
-                f"train.compile needs identical steps, but train.reset_memory, {self.reset_memory}, empties different "
-                f"lanes in each; add --train.reset-memory 0"
-            )
+        self.check_ranges()
+        one_segment = self.backprop_segments == 1
+        self.require(one_segment or not self.capture, "capture", "false with several train.backprop_segments")
+        reset = Field("train.reset_memory", 0)
+        but = f"train.reset_memory, {self.reset_memory}, makes steps differ"
+        self.require(not (self.reset_memory and self.compile), "compile", ("false, or ", reset), but)
         self._validate_epoch_shift()
-        if self.on_spike == "rollback" and not self.checkpoint_every:
-            raise UserError("train.on_spike rollback needs checkpoints to go back to, but train.checkpoint_every is 0")
-        self._validate_decay()
+        can_go_back = self.on_spike == "report" or self.checkpoint_every > 0
+        self.require(can_go_back, "on_spike", "report", "train.checkpoint_every is 0")
+        self._validate_schedule()
         self._validate_averaging()
-        if not self.eval_every and (self.patience is not None or self.schedule == "plateau"):
-            name = "train.schedule plateau" if self.patience is None else "train.patience"
-            raise UserError(f"{name} needs evaluations while training, but train.eval_every is 0")
-        if self.momentum > 0 and self.optimizer != "sgd":
-            raise UserError(f"train.momentum is {self.momentum}, but train.optimizer is {self.optimizer}; expected sgd")
-        if self.min_learning_rate > self.learning_rate:
-            raise UserError(
-                f"train.min_learning_rate is {self.min_learning_rate}; expected at most train.learning_rate, "
-                f"{self.learning_rate}"
-            )
-        if self.batch_size % self.micro_batches:
-            raise UserError(
-                f"train.micro_batches is {self.micro_batches}; expected a divisor of train.batch_size, "
-                f"{self.batch_size}"
-            )
+        evaluates = self.eval_every > 0
+        self.require(evaluates or self.patience is None, "patience", "none", "train.eval_every is 0")
+        self.require(evaluates or self.schedule != "plateau", "schedule", "another one", "train.eval_every is 0")
+        is_sgd = self.optimizer == "sgd"
+        self.require(is_sgd or self.momentum == 0, "momentum", "sgd", f"train.optimizer is {self.optimizer}")
+        rate = self.learning_rate
+        self.require(self.min_learning_rate <= rate, "min_learning_rate", f"at most train.learning_rate, {rate}")
+        divides = self.batch_size % self.micro_batches == 0
+        self.require(divides, "micro_batches", f"a divisor of train.batch_size, {self.batch_size}")
 
     def _validate_epoch_shift(self) -> None:
         """Check that a shift lets passes over the text begin at different places."""
         by_loss = {"full": 0, "half": self.segment - self.segment // 2, "last": 1}[self.loss]
-        moved = "" if by_loss == 0 else f", also with the {by_loss} of train.loss {self.loss} added"
+        added = "" if by_loss == 0 else f", also with the {by_loss} of train.loss {self.loss} added"
         shift = self.epoch_shift
-        require(
+        self.require(
             shift == 0 or (shift > 0 and shift % self.segment > 0 and (shift + by_loss) % self.segment > 0),
-            "train.epoch_shift",
-            shift,
-            f"0, or a number that is no multiple of train.segment, {self.segment}{moved}: whole segments shift nothing",
+            "epoch_shift",
+            f"0, or a number that is no multiple of train.segment, {self.segment}{added}: whole segments shift nothing",
         )
 
-    def _validate_decay(self) -> None:
+    def _validate_schedule(self) -> None:
         """Check the rules for settings of one schedule; `decay_at` may have steps that training does not reach."""
-        if self.schedule != "plateau" and self.plateau_patience != 1:
-            raise UserError(
-                f"train.plateau_patience is {self.plateau_patience}, but train.schedule is {self.schedule}; expected "
-                f"plateau (or 1)"
-            )
-        if self.schedule != "steps" and self.decay_at:
-            raise UserError(
-                f"train.decay_at is {list(self.decay_at)}, but train.schedule is {self.schedule}; expected steps (or "
-                f"no numbers)"
-            )
-        if self.schedule == "steps" and not self.decay_at:
-            raise UserError("train.schedule is steps, but train.decay_at is empty; give steps, or use constant")
-        if any(first >= second for first, second in pairwise((0, *self.decay_at))):
-            raise UserError(
-                f"train.decay_at is {list(self.decay_at)}; expected numbers of updates above 0 that increase strictly"
-            )
+        is_plateau, in_steps, chosen = (
+            self.schedule == "plateau",
+            self.schedule == "steps",
+            f"train.schedule is {self.schedule}",
+        )
+        self.require(is_plateau or self.plateau_patience == 1, "plateau_patience", "plateau (or 1)", chosen)
+        self.require(in_steps or not self.decay_at, "decay_at", "steps (or no numbers)", chosen)
+        self.require(not in_steps or bool(self.decay_at), "schedule", "constant, or steps", "train.decay_at is empty")
+        increases = all(first < second for first, second in pairwise((0, *self.decay_at)))
+        self.require(increases, "decay_at", "numbers of updates above 0 that increase strictly")
 
     @property
     def averages(self) -> bool:
@@ -410,28 +388,21 @@ class TrainConfig(OnlyFields):
     def _validate_averaging(self) -> None:
         """Check the rules for the average of the weights."""
         begin, patience = self.average_from, self.average_patience
-        if begin is not None and patience is not None:
-            raise UserError(
-                f"train.average_from is {begin} and train.average_patience {patience}; expected one of them: an "
-                f"average begins at a step or when the validation stops improving"
-            )
-        if begin is not None:
-            require(0 <= begin < self.steps, "train.average_from", begin, f"a step below train.steps, {self.steps}")
-        if patience is not None and not self.eval_every:
-            raise UserError("train.average_patience needs evaluations while training, but train.eval_every is 0")
-        if not self.averages:
-            for name, usual in (("average_mu", None), ("average_lr_factor", 1.0)):
-                if getattr(self, name) != usual:
-                    raise UserError(
-                        f"train.{name} is {getattr(self, name)}, but nothing starts the averaging; set "
-                        f"train.average_from as well"
-                    )
+        is_one = begin is None or patience is None
+        self.require(is_one, "average_from", "one of them", f"train.average_patience is {patience}")
+        is_step = begin is None or 0 <= begin < self.steps
+        self.require(is_step, "average_from", f"a step below train.steps, {self.steps}")
+        self.require(patience is None or self.eval_every > 0, "average_patience", "none", "train.eval_every is 0")
+        for name, usual in (("average_mu", None), ("average_lr_factor", 1.0)):
+            is_usual, but = getattr(self, name) == usual, "nothing starts the averaging"
+            self.require(self.averages or is_usual, name, f"{shown(usual)}, or train.average_from", but)
 
 
 @dataclass
-class EvalConfig(OnlyFields):
+class EvalConfig(Section):
     """Default settings of an evaluation; command-line options override them."""
 
+    section: ClassVar[str] = "eval"
     segment: int = setting(128, "tokens of each lane in one step", at_least=1)
     mem_len: int = setting(512, "positions of memory")
     window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
@@ -446,6 +417,6 @@ class EvalConfig(OnlyFields):
 
     def validate(self) -> None:
         """Check the rules for the settings of an evaluation."""
-        check_ranges(self, "eval.")
+        self.check_ranges()
         self.lengths.validate("eval.")
         validate_temperature(self.temperature, "eval.temperature")

@@ -1,5 +1,6 @@
 """The configuration of Transformer-XL."""
 
+# pyright: reportIncompatibleMethodOverride=false
 from __future__ import annotations
 
 import dataclasses
@@ -11,8 +12,7 @@ from txl.config.sections import EvalConfig, Lengths, TrainConfig
 from txl.config.values import ANYTHING, FieldValues, setting
 from txl.errors import UserError
 
-HUGGINGFACE_TYPE = "txl-transformer-xl"
-"""Model type of this Transformer-XL in the library transformers."""
+HUGGINGFACE_TYPE = "txl-transformer-xl"  # model type in the library transformers
 AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
 
 
@@ -22,6 +22,7 @@ class TransformerXLConfig(TransformerConfig):
 
     family: str = family_name("transformer-xl")
     encoding: Literal["relative", "shaw"] = shaping("relative", ENCODING_HELP)
+    # Other families have properties of these names, without a setter: they have no memory whose length could be set.
     mem_len: int = setting(512, "positions M of hidden states carried from segment to segment", lacking=0)
     window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
     clamp_len: int | None = setting(None, "largest distance; greater ones count as this one; none: no clamp")
@@ -84,10 +85,10 @@ class TransformerXLConfig(TransformerConfig):
         """See `ModelConfig.validate`."""
         super().validate()
         Lengths(self.mem_len, self.window, self.clamp_len).validate("model.")
-        if self.qk_norm and self.encoding != "relative":
-            raise UserError(f"model.qk_norm is true, but model.encoding is {self.encoding}; expected relative")
+        is_relative = self.encoding == "relative"
+        self.require(is_relative or not self.qk_norm, "qk_norm", "relative", f"model.encoding is {self.encoding}")
         if self.init == "induction" and (obstacle := self.induction_obstacle()) is not None:
-            raise UserError(f"model.init is induction, but {obstacle}, or model.init normal")
+            raise UserError(field="model.init", value=self.init, but=f"{obstacle}, or model.init normal")
 
     def induction_obstacle(self) -> str | None:
         """Return why `model.init induction` is impossible, and what it needs; None if it is possible."""
@@ -124,9 +125,6 @@ class TransformerXLConfig(TransformerConfig):
         """Check that training uses every learned vector of a distance; others would be noise in longer evaluations."""
         super().validate_use(train, evaluation)
         farthest = self.longest_distance(train.segment)
-        if self.encoding == "shaw" and self.max_distance > farthest:
-            raise UserError(
-                f"model.max_distance is {self.max_distance}, but training has no distance above {farthest} (mem_len "
-                f"{self.mem_len}, segment {train.segment}), so that farther vectors would stay untrained; expected at "
-                f"most {farthest}"
-            )
+        but = f"training has no distance above {farthest}, so that farther vectors would stay untrained"
+        is_used = self.encoding != "shaw" or self.max_distance <= farthest
+        self.require(is_used, "max_distance", f"at most {farthest}", but)

@@ -1,4 +1,4 @@
-"""Values of configuration fields: declaration, parsing from JSON and from text, and error messages."""
+"""Fields of a configuration: declaration, rules, and values from JSON and from text."""
 
 from __future__ import annotations
 
@@ -8,56 +8,80 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
 
-from txl.errors import UserError, did_you_mean
+from txl.errors import Text, UserError, did_you_mean
+from txl.errors import shown as shown
 
 T = TypeVar("T")
-TypeHint = Any
-"""A type annotation (`int | None`, a Literal ...); Python 3.11 has no type for annotations."""
-FieldValues = dict[str, Any]
-"""Values of fields by name, each of the type of its field."""
+TypeHint = Any  # a type annotation (`int | None`, a Literal ...); Python 3.11 has no type for annotations
+FieldValues = dict[str, Any]  # values of fields by name, each of the type of its field
+# Largest absolute value of a whole number. Every JSON reader preserves numbers up to this one, and their sums and their
+# products with small numbers fit into the 64-bit integers of tensors.
+LARGEST = 2**53
+_IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
+# Value of `lacking` for a setting that a family without the setting ignores, whatever the value.
+ANYTHING = object()
 
 
-class Section(Protocol):
-    """A section of a configuration: an instance of any dataclass."""
+@dataclass
+class Section:
+    """Section of a configuration. Its fields have rules, and a misspelt field cannot be set."""
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
-
-
-class OnlyFields:
-    """Base class of a configuration and its sections: a misspelt field cannot be set."""
+    section: ClassVar[str] = ""
+    """Name of the section in names of fields: "train" of "train.steps"."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in type(self).__dataclass_fields__:  # pyright: ignore[reportAttributeAccessIssue]
-            raise unknown_field(self, name)
+        if name not in self.__dataclass_fields__:
+            hint = did_you_mean(name, self.__dataclass_fields__)
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}" + (f"; {hint}" if hint else ""))
         super().__setattr__(name, value)
 
+    def require(self, holds: bool, name: str, expected: Text = "", but: Text = "") -> None:
+        """Refuse the value of a field that breaks a rule; `expected` and `but` as for `TxlError`."""
+        if not holds:
+            raise UserError(field=f"{self.section}.{name}", value=getattr(self, name), but=but, expected=expected)
 
-def unknown_field(section: Any, name: str) -> AttributeError:
-    """Return the error for a field that a section does not have; it names the nearest fields."""
-    hint = did_you_mean(name, section.__dataclass_fields__)
-    return AttributeError(f"{type(section).__name__} has no field {name!r}" + (f"; {hint}" if hint else ""))
+    def check_ranges(self) -> None:
+        """Refuse the first number that is outside its limits."""
+        for item in dataclasses.fields(self):
+            value, limits = getattr(self, item.name), item.metadata.get("limits")
+            may_be_none = kind_of(hints_of(type(self))[item.name]).optional
+            if limits and not (value is None and may_be_none):
+                self.require(limits.hold(value), item.name, item.metadata["expected"])
 
 
-LARGEST = 2**53
-"""Largest absolute value of a whole number. Every JSON reader preserves numbers up to this one, and their sums and
-their products with small numbers fit into the 64-bit integers of tensors."""
-_IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a number, which is never infinite."""
 
+    at_least: float = -math.inf
+    above: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
 
-ANYTHING = object()
-"""Value of `lacking` for a setting that a family without the setting ignores, whatever the value."""
+    def hold(self, value: float) -> bool:
+        """Return whether a number is within the limits."""
+        return self.at_least <= value <= self.at_most and self.above < value < self.below
+
+    def words(self) -> str:
+        """Return the limits in words, for messages."""
+        if (self.at_least, self.below) == (0, 1):
+            return "a number from 0 up to but not including 1"
+        low = f"{self.at_least} or more" if self.at_least > -math.inf else f"a number above {self.above}"
+        high = f", at most {self.at_most}" if self.at_most < math.inf else ""
+        return low + (f", below {self.below}" if self.below < math.inf else high)
 
 
 def setting(
     default: object,
     help: str,
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
     expected: str = "",
     none: str = "",
     **marks: object,
@@ -78,40 +102,46 @@ def setting(
             its stored value if none is given. `drops`: the field is a dropout rate. `lacking`: the value that means the
             same as not having the field, if that is not the default.
     """
-    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
-    if limits and not expected:
-        expected = _limits_in_words(**limits) + (f", or none for {none}" if none else "")
+    limits: Limits | None = Limits(at_least, above, at_most, below)
+    if limits == Limits():
+        limits = None
+    elif not expected:
+        expected = limits.words() + (f", or none for {none}" if none else "")
     return dataclasses.field(default=default, metadata={"help": help, "limits": limits, "expected": expected, **marks})
-
-
-def _limits_in_words(
-    at_least: float | None = None, above: float | None = None, at_most: float | None = None, below: float | None = None
-) -> str:
-    if (at_least, below) == (0, 1):
-        return "a probability from 0 up to but not including 1"
-    low = f"a number above {above}" if at_least is None else f"{at_least} or more"
-    high = f", at most {at_most}" if at_most is not None else f", below {below}" if below is not None else ""
-    return low + high
-
-
-def check_ranges(section: Section, prefix: str) -> None:
-    """Refuse the first number in a section that is outside its limits."""
-    for item in dataclasses.fields(section):
-        value, limits = getattr(section, item.name), item.metadata.get("limits")
-        if not limits or (value is None and _allows_none(hints_of(type(section))[item.name])):
-            continue
-        fits = (
-            limits.get("at_least", -math.inf) <= value <= limits.get("at_most", math.inf)
-            and limits.get("above", -math.inf) < value < limits.get("below", math.inf)
-        )  # fmt: skip
-        require(fits, f"{prefix}{item.name}", value, item.metadata["expected"])
 
 
 @functools.cache
 def hints_of(section: type) -> dict[str, TypeHint]:
     """Return the types of a dataclass's fields by name."""
     return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Type of a field: yes or no, a number, text, a choice, or whole numbers; or perhaps None."""
+
+    base: type
+    """bool, int, float, str (of choices, too) or tuple."""
+    choices: tuple[str, ...]
+    optional: bool
+
+    def words(self) -> str:
+        """Return the type in words, for messages."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return words.get(self.base, "whole numbers separated by commas")
+
+
+@functools.cache
+def kind_of(hint: TypeHint) -> Kind:
+    """Return the kind of values that a type annotation allows."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)  # typing.Union if one part is a Literal
+    parts = typing.get_args(hint) if is_union else (hint,)
+    kind = next(part for part in parts if part is not type(None))
+    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    base = str if choices else typing.cast(type, typing.get_origin(kind) or kind)
+    return Kind(base, choices, type(None) in parts)
 
 
 def from_plain(
@@ -128,12 +158,11 @@ def from_plain(
     if not isinstance(values, dict):
         raise UserError(field=prefix.rstrip(".") or "configuration", value=values, expected="an object")
     hints = hints_of(cls)
-    unknown = [name for name in values if name not in hints]
-    if unknown:
+    if unknown := [name for name in values if name not in hints]:
         raise UserError("not known to this version", field=f"{prefix}{unknown[0]}")
-    for each in dataclasses.fields(typing.cast(type[Any], cls)):
-        if each.name not in values and each.default is each.default_factory is dataclasses.MISSING:
-            raise UserError("missing", field=f"{prefix}{each.name}")
+    for item in dataclasses.fields(typing.cast(type[Any], cls)):
+        if item.name not in values and item.default is item.default_factory is dataclasses.MISSING:
+            raise UserError("missing", field=f"{prefix}{item.name}")
     arguments = {}
     for name, value in values.items():
         hint = hints[name]
@@ -144,6 +173,46 @@ def from_plain(
         else:
             arguments[name] = checked(hint, value, f"{prefix}{name}")
     return cls(**arguments)
+
+
+def checked(hint: TypeHint, value: object, name: str) -> Any:
+    """Convert a JSON value to the type of a field, or refuse the value."""
+    kind = kind_of(hint)
+    if value is None and kind.optional:
+        return None
+    if kind.base is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            raise UserError("too large", field=name, expected=kind.words()) from None
+    if kind.base is tuple and isinstance(value, list):
+        value = tuple(value)
+    items, item_type = (value, int) if kind.base is tuple and isinstance(value, tuple) else ((value,), kind.base)
+    if not all(type(item) is item_type for item in items) or (kind.choices and value not in kind.choices):
+        raise UserError(field=name, value=value, expected=kind.words())
+    if any(isinstance(item, int) and abs(item) > LARGEST for item in items):
+        raise UserError(field=name, value=value, expected=_IN_RANGE)
+    return value
+
+
+def parse_value(hint: TypeHint, text: str, name: str) -> Any:
+    """Parse text as a value of a type: "none" for None, commas in lists, "true" and "false"."""
+    kind = kind_of(hint)
+    if kind.optional and text.lower() == "none":
+        return None
+    try:
+        if kind.base is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind.base is tuple:
+            return tuple(whole_number(part) for part in text.split(",") if part.strip())
+        if kind.choices:
+            return kind.choices[kind.choices.index(text)]
+        return whole_number(text) if kind.base is int else kind.base(text)
+    except OverflowError as error:
+        raise UserError(field=name, value=text, expected=str(error)) from None
+    except (ValueError, KeyError):
+        expected = kind.words() + (" or none" if kind.optional else "")
+        raise UserError(field=name, value=text, expected=expected) from None
 
 
 def whole_number(text: str) -> int:
@@ -159,98 +228,17 @@ def whole_number(text: str) -> int:
     return number
 
 
-def parse_value(expected: TypeHint, text: str, name: str) -> Any:
-    """Parse text as a value of type `expected`: "none" for None, commas in lists, "true" and "false"."""
-    if text.lower() == "none" and _allows_none(expected):
-        return None
-    or_none = " or none" if _allows_none(expected) else ""
-    expected = _without_none(expected)
-    try:
-        if expected is bool:
-            return {"true": True, "false": False}[text.lower()]
-        if typing.get_origin(expected) is tuple:
-            return tuple(whole_number(part) for part in text.split(",") if part.strip())
-        if typing.get_origin(expected) is Literal:
-            choices = typing.get_args(expected)
-            return choices[choices.index(text)]
-        return whole_number(text) if expected is int else typing.cast(type[Any], expected)(text)
-    except OverflowError as error:
-        raise UserError(field=name, value=text, expected=str(error)) from None
-    except (ValueError, KeyError):
-        raise UserError(field=name, value=text, expected=_described(expected) + or_none) from None
-
-
-def choices_of(hint: TypeHint) -> tuple[str, ...]:
-    """Return the allowed words of a field with a Literal type; for other types an empty tuple."""
-    expected = _without_none(hint)
-    return typing.get_args(expected) if typing.get_origin(expected) is Literal else ()
-
-
 def placeholder(hint: TypeHint) -> str:
     """Return the placeholder of a value in help texts: the choices if they are short, else a word for the type."""
-    expected, none = _without_none(hint), "|none" if _allows_none(hint) else ""
-    if choices := choices_of(hint):
-        words = "|".join(choices) + none
+    kind = kind_of(hint)
+    choices = kind.choices or (("true", "false") if kind.base is bool else ())
+    if choices:
+        words = "|".join([*choices, *(["none"] if kind.optional else [])])
         return words if len(words) <= 24 else "NAME"
-    if typing.get_origin(expected) is tuple:
-        return "N,N,..."
-    return {int: "N", float: "X", bool: f"true|false{none}", str: "TEXT"}[expected]
+    return {int: "N", float: "X", str: "TEXT"}.get(kind.base, "N,N,...")
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Refuse a value that breaks a rule, see `TxlError`."""
     if not holds:
         raise UserError(field=name, value=value, expected=expected)
-
-
-def shown(value: object) -> str:
-    """Return a value as text for messages and the command line: none, true, [1, 2]."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    return str(list(value) if isinstance(value, tuple) else value)
-
-
-def checked(hint: TypeHint, value: object, name: str) -> Any:
-    """Convert a JSON value to the type of a field, or refuse the value."""
-    if value is None and _allows_none(hint):
-        return None
-    expected = _without_none(hint)
-    items = value if isinstance(value, (list, tuple)) else (value,)
-    if expected is not float and any(type(item) is int and abs(item) > LARGEST for item in items):
-        raise UserError(field=name, value=value, expected=_IN_RANGE)
-    if typing.get_origin(expected) is tuple and isinstance(value, (list, tuple)):
-        if all(type(item) is int for item in value):
-            return tuple(value)
-    elif typing.get_origin(expected) is Literal:
-        if value in typing.get_args(expected):
-            return value
-    elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise UserError("too large", field=name, expected=_described(expected)) from None
-    elif type(value) is expected:
-        return value
-    raise UserError(field=name, value=value, expected=_described(expected))
-
-
-def _allows_none(hint: TypeHint) -> bool:
-    return _is_union(hint) and type(None) in typing.get_args(hint)
-
-
-def _is_union(hint: TypeHint) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)  # typing.Union if one part is a Literal
-
-
-def _without_none(hint: TypeHint) -> TypeHint:
-    if not _is_union(hint):
-        return hint
-    return next(each for each in typing.get_args(hint) if each is not type(None))
-
-
-def _described(expected: TypeHint) -> str:
-    if typing.get_origin(expected) is Literal:
-        return "one of " + ", ".join(typing.get_args(expected))
-    if typing.get_origin(expected) is tuple:
-        return "whole numbers separated by commas"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[expected]

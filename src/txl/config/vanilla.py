@@ -8,8 +8,7 @@ from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, shaping
 from txl.config.sections import RANDOM_LENGTHS, EvalConfig, TrainConfig
-from txl.config.values import ANYTHING, FieldValues, require, setting
-from txl.errors import UserError
+from txl.config.values import ANYTHING, FieldValues, setting
 
 
 @dataclass
@@ -78,15 +77,11 @@ class VanillaConfig(TransformerConfig):
     def validate(self) -> None:
         """See `ModelConfig.validate`."""
         super().validate()
-        names = ("auto", "compiled")
-        require(self.attention in names, "model.attention", self.attention, f"{' or '.join(names)} without memory")
-        require(self.init != "induction", "model.init", self.init, "normal or xavier without memory")
-        if self.n_auxiliary and self.cutoffs:
-            given = "model.layer_losses is true" if self.layer_losses else f"model.n_target is {self.n_target}"
-            raise UserError(
-                f"{given}, but model.cutoffs is {list(self.cutoffs)}: each auxiliary prediction has a plain softmax "
-                f"of its own; expected no cutoffs"
-            )
+        self.require(self.attention in ("auto", "compiled"), "attention", "auto or compiled without memory")
+        self.require(self.init != "induction", "init", "normal or xavier without memory")
+        name = "layer_losses" if self.layer_losses else "n_target"
+        but = f"model.cutoffs is {list(self.cutoffs)}: each auxiliary prediction has a plain softmax of its own"
+        self.require(not (self.n_auxiliary and self.cutoffs), name, "no cutoffs", but)
 
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count the Transformer's parameters, learned positions of every layer, and classifiers of auxiliary losses."""
@@ -96,15 +91,13 @@ class VanillaConfig(TransformerConfig):
     def validate_use(self, train: TrainConfig, evaluation: EvalConfig) -> None:
         """Check that no segment is longer than the number of positions, and that all targets of a segment are read."""
         super().validate_use(train, evaluation)
-        if train.loss == "last" and self.n_target > 1:
-            raise UserError(
-                f"train.loss is last, but model.n_target is {self.n_target}: what follows a segment's last target is "
-                f"not read; expected full or half, or model.n_target 1"
-            )
-        for name, segment in (("train.segment", train.segment), ("eval.segment", evaluation.segment)):
-            require(segment <= self.max_segment, name, segment, f"at most model.max_segment, {self.max_segment}")
-        if train.random_segments and self.max_segment < train.segment + RANDOM_LENGTHS:
-            raise UserError(
-                f"train.random_segments draws segments longer than train.segment, {train.segment}, but positions end "
-                f"at model.max_segment, {self.max_segment}; expected at least {train.segment + RANDOM_LENGTHS}"
-            )
+        but = f"model.n_target is {self.n_target}: what follows a segment's last target is not read"
+        reads_targets = train.loss != "last" or self.n_target == 1
+        train.require(reads_targets, "loss", "full or half, or model.n_target 1", but)
+        for section in (train, evaluation):
+            fits = section.segment <= self.max_segment
+            section.require(fits, "segment", f"at most model.max_segment, {self.max_segment}")
+        longest = train.segment + RANDOM_LENGTHS
+        but = f"positions end at model.max_segment, {self.max_segment}"
+        fits = not train.random_segments or self.max_segment >= longest
+        train.require(fits, "random_segments", f"at least {longest}", but)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
-from txl.config import Encoding, EvalConfig, LossName, RunConfig, model_with
+from txl.config import EvalConfig, LossName, RunConfig, model_with
 from txl.presets.recipe import Preset, changed
 
 
@@ -18,7 +19,7 @@ from txl.presets.recipe import Preset, changed
 class Ablation:
     """A row of an ablation; the defaults are those of Transformer-XL: relative encoding, recurrence, full loss."""
 
-    encoding: Encoding = "relative"
+    encoding: Literal["relative", "shaw", "learned", "sinusoid"] = "relative"
     recurrence: bool = True
     loss: LossName = "full"
     initial: float | None = None
