@@ -15,12 +15,12 @@ from .evaluation.dynamic import gradient_statistics as gradient_statistics
 from .evaluation.dynamic_tuning import DynamicTuning as DynamicTuning
 from .evaluation.dynamic_tuning import tune_dynamic as tune_dynamic
 from .evaluation.effective_context import relative_effective_context_length as relative_effective_context_length
-from .evaluation.perplexity import EvaluationResult as EvaluationResult
 from .evaluation.perplexity import evaluate as evaluate
 from .evaluation.perplexity import evaluate_memory_lengths as evaluate_memory_lengths
 from .evaluation.sliding import evaluate_sliding as evaluate_sliding
 from .evaluation.sliding import losses_at_context as losses_at_context
 from .evaluation.sliding import losses_at_contexts as losses_at_contexts
+from .evaluation.stream import EvaluationResult as EvaluationResult
 from .evaluation.surprisal import TokenSurprisal as TokenSurprisal
 from .evaluation.surprisal import surprisals as surprisals
 from .generation.engine import DecodeEngine as DecodeEngine

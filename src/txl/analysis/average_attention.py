@@ -15,13 +15,47 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.analysis.observation import AttentionInputs, attentions, known_terms, observed
+from txl.analysis.observation import AttentionInputs, attentions, observed
 from txl.attention.shifted import shifted_view
-from txl.config import Lengths, Limit
-from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, Progress, TokenIds, checked_segments, evaluation_mode
+from txl.config import Lengths
+from txl.errors import Field, UserError
+from txl.evaluation.stream import Lanes, Progress, Settings, TokenIds, checked_ids, evaluation_mode, read_lanes
 from txl.files import JsonObject
-from txl.models.language_model import LanguageModel
+from txl.models.language_model import LanguageModel, State
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What of a model's attention is averaged, and what is shown in the text. Layers and heads count from 0."""
+
+    layers: Sequence[int] | None = None
+    """Numbers of the layers; None: all."""
+    min_keys: int | None = None
+    """Least number of keys, itself included, that a token must see to be averaged over. None: the number that full
+    memory, or the window, always provides, which excludes the beginning of the stream, where memory is not yet full;
+    for a model without memory: 1."""
+    terms: bool | None = None
+    """True: also average the terms (a), (b) and (d), each with its own softmax (Figure 7); None: average the terms that
+    the model has."""
+    far: int | None = None
+    """Least distance that counts as far; None: half of the number of keys that a token sees."""
+    heads: Sequence[tuple[int, int]] | None = None
+    """Heads to show in the text as (layer, head); None: those of `AttentionAverages.farthest`."""
+    positions: Sequence[int] | None = None
+    """Indices in the stream of the tokens whose attention is shown; None: one drawn where memory is full."""
+    rows: int = 16
+    """Number of tokens shown up to each position."""
+    seed: int = 1
+    """Seed for drawing the position."""
+    lanes: int | None = None
+    """Number of lanes; None: at most `Settings.batch_size`, with memory full in three quarters of each lane."""
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise UserError(field="rows", value=self.rows, expected="1 or more")
+
+
+DEFAULT_PLAN = AttentionPlan()
 
 
 @dataclass(frozen=True)
@@ -93,18 +127,8 @@ def reach(lengths: Lengths, segment: int) -> int:
 def average_attention(
     model: LanguageModel,
     tokens: TokenIds,
-    *,
-    segment: int = 128,
-    mem_len: int | None = None,
-    window: Limit = None,
-    clamp_len: Limit = None,
-    batch_size: int = 4,
-    max_tokens: int | None = None,
-    min_keys: int | None = None,
-    terms: bool | None = None,
-    layers: Sequence[int] | None = None,
-    positions: Sequence[int] = (),
-    rows: int = 16,
+    settings: Settings,
+    plan: AttentionPlan = DEFAULT_PLAN,
     progress: Progress | None = None,
 ) -> AttentionAverages:
     """Average the attention of every head over the tokens of a stream, by distance.
@@ -112,62 +136,49 @@ def average_attention(
     Args:
         model: any Transformer.
         tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
-        segment, mem_len, window, clamp_len, batch_size: as in `txl.evaluate`, except that None always means the model's
-            configuration.
-        max_tokens: number of tokens to read from the beginning of the stream; None: all.
-        min_keys: least number of keys, itself included, that a token must see to be averaged over; None: the number
-            that full memory, or the window, always provides, which excludes the beginning of the stream, where memory
-            is not yet full. For a model without memory: 1.
-        terms: True: also average the terms (a), (b) and (d), each with its own softmax (Figure 7); None: average the
-            terms that the model has.
-        layers: numbers of the layers, from 0; None: all.
-        positions: indices in the stream of tokens for which all weights are kept, with the tokens before them as rows.
-        rows: number of tokens kept for each of `positions`.
+        settings: lanes, segments and lengths; every target counts, so `exhaustive` must be false.
+        plan: layers, terms and least number of keys; all weights are kept at its `positions`.
         progress: called with the number of tokens read so far and their total number.
     """
-    n_head = attentions(model)[0].n_head
-    chosen = _chosen_layers(model, layers)
-    names = _chosen_terms(model, terms)
-    for name, value in (("segment", segment), ("rows", rows)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; expected 1 or more")
-    ids = np.asarray(tokens)[:max_tokens]
-    if ids.ndim != 1:
-        raise UserError(f"tokens have shape {list(ids.shape)}; expected one dimension")
-    lanes = Lanes.cut(len(ids), batch_size)
-    state = model.init_state(batch_size, mem_len=mem_len, window=window, clamp_len=clamp_len)
-    lengths = state.lengths
-    span = reach(lengths, segment)
+    chosen = _chosen_layers(model, plan.layers)
+    names = _chosen_terms(model, plan.terms)
+    n_token = len(checked_ids(tokens, settings.max_tokens))
+    lanes = Lanes.cut(n_token, settings.batch_size)
+    lengths = settings.init_state(model, 1).lengths
+    span, longest = reach(lengths, settings.segment), lanes.end[0] - lanes.first[0]
+    most = min(span, longest)
+    if plan.min_keys is not None and not 1 <= plan.min_keys <= most:
+        raise UserError(field="min_keys", value=plan.min_keys, expected=f"1 to {most}: no token sees more keys")
     everywhere = 1 if model.context is not None else lengths.window or lengths.mem_len + 1
-    needed = everywhere if min_keys is None else min_keys
-    longest = lanes.end[0] - lanes.first[0]
-    if min_keys is not None and not 1 <= min_keys <= min(span, longest):
+    needed = everywhere if plan.min_keys is None else plan.min_keys
+    if needed > most:
         raise UserError(
-            field="min_keys", value=min_keys, expected=f"1 to {min(span, longest)}: no token sees more keys"
+            f"no token sees {needed} keys: a lane has {longest} tokens (of {n_token} in {settings.batch_size} lanes) "
+            f"and a token sees at most {span}",
+            remedy="use less memory or fewer lanes, or read more tokens",
         )
-    if not 1 <= needed <= min(span, longest):
-        raise UserError(
-            f"no token sees {needed} keys: a lane has {longest} tokens (of {len(ids)} in {batch_size} lanes) and a "
-            f"token sees at most {span}; lower --mem-len or --batch, or read more tokens"
-        )
-    close = [_Close(position, min(rows, position + 1), span, lanes, chosen, n_head) for position in positions]
+    n_head = attentions(model)[0].n_head
+    close = [
+        _Close(position, min(plan.rows, position + 1), span, lanes, len(chosen), n_head)
+        for position in plan.positions or ()
+    ]
     sums = _Sums(chosen, n_head, span, needed, names, close)
-    done, read = 0, 0
-    with evaluation_mode(model) as model, observed(model, sums.observe):
-        for inputs, _, _ in checked_segments(model, lanes, ids, segment):
-            sums.starts = [first - 1 + read for first in lanes.first]
-            _, state = model.hidden_states(inputs, state)
-            read += inputs.shape[1]
-            done += inputs.numel()
-            if progress is not None:
-                progress(done, lanes.n_target)
+    sums.starts = [first - 1 for first in lanes.first]
+    with evaluation_mode(model, settings.dtype) as view, observed(view, sums.observe):
+
+        def step(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
+            _, after = view.hidden_states(inputs, state)
+            sums.starts = [start + inputs.shape[1] for start in sums.starts]
+            return torch.zeros(inputs.shape, device=inputs.device), after  # attention needs no losses
+
+        read_lanes(view, tokens, settings, step, progress=progress)
     if not sums.queries.any():
         raise UserError(
-            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin; lower --min-keys, or "
-            f"read more tokens"
+            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin",
+            remedy=("lower ", Field("min_keys"), ", or read more tokens"),
         )
-    settings = {**asdict(lengths), "segment": segment, "batch_size": batch_size, "tokens": len(ids)}
-    return sums.result(settings)
+    read = {"segment": settings.segment, "batch_size": settings.batch_size, "tokens": n_token}
+    return sums.result({**asdict(lengths), **read})
 
 
 def _chosen_layers(model: LanguageModel, layers: Sequence[int] | None) -> tuple[int, ...]:
@@ -177,37 +188,39 @@ def _chosen_layers(model: LanguageModel, layers: Sequence[int] | None) -> tuple[
         if not 0 <= layer < n_layer:
             raise UserError(f"there is no layer {layer + 1}: this model has layers 1 to {n_layer}")
     if not chosen:
-        raise UserError("no layers were chosen; expected one or more")
+        raise UserError("no layers were chosen", expected="one or more")
     return chosen
 
 
 def _chosen_terms(model: LanguageModel, wanted: bool | None) -> str:
-    known = known_terms(model)
+    known = model.config.score_terms
     if wanted and not known:
         raise UserError(
             f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute "
             f"({model.config.chosen_by}) and go into its hidden states, not into terms of the score"
         )
-    return "" if wanted is False else "".join(name for name in known if name != "c")
+    # Term (c) does not depend on the distance: the paper's Figure 7 leaves it out.
+    return "" if wanted is False else known.replace("c", "")
 
 
 class _Close:
     """Collector of one `Close` over the segments that contain its rows."""
 
-    def __init__(self, position: int, rows: int, span: int, lanes: Lanes, layers: tuple[int, ...], n_head: int):
+    def __init__(self, position: int, rows: int, span: int, lanes: Lanes, n_layer: int, n_head: int):
         self.position, self.rows = position, rows
         self.first_row = position - rows + 1
         starts = [first - 1 for first in lanes.first]
-        found = [lane for lane, start in enumerate(starts) if start <= position < lanes.end[lane] - 1]
-        if not found or self.first_row < starts[found[0]]:
+        inside = [lane for lane, start in enumerate(starts) if start <= position < lanes.end[lane] - 1]
+        if not inside or self.first_row < starts[inside[0]]:
             raise UserError(
                 f"position {position} was not read, or lies within {rows} tokens of a lane's beginning; lanes begin at "
                 f"{', '.join(map(str, starts[:8]))}{' ...' if len(starts) > 8 else ''} and "
-                f"end at {lanes.end[-1] - 2}: choose another position, or --batch 1"
+                f"end at {lanes.end[-1] - 2}",
+                remedy="choose another position, or read one lane",
             )
-        self.lane = found[0]
+        self.lane = inside[0]
         self.first_key = max(starts[self.lane], self.first_row - span + 1)
-        self.weights = np.zeros((len(layers), n_head, rows, position + 1 - self.first_key), dtype=np.float32)
+        self.weights = np.zeros((n_layer, n_head, rows, position + 1 - self.first_key), dtype=np.float32)
         self.keys = np.zeros(rows, dtype=np.int64)
 
     def add(self, layer: int, weights: Tensor, start: int, memory: int, keys: Tensor) -> None:
@@ -239,15 +252,7 @@ class _Close:
 class _Sums:
     """Sums of attention over tokens, for every chosen layer."""
 
-    def __init__(
-        self,
-        layers: tuple[int, ...],
-        n_head: int,
-        span: int,
-        min_keys: int,
-        terms: str,
-        close: list[_Close],
-    ):
+    def __init__(self, layers: tuple[int, ...], n_head: int, span: int, min_keys: int, terms: str, close: list[_Close]):
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
@@ -274,9 +279,9 @@ class _Sums:
             if name == "all":
                 entropy = torch.special.entr(weights[:, first:]).sum((1, 2), dtype=torch.float64)
                 self.entropy[row] += entropy.view(n_head, n_lane).sum(1).cpu().numpy()
-                for each in self.close:
-                    lane = weights.view(n_head, n_lane, n_query, -1)[:, each.lane]
-                    each.add(row, lane, self.starts[each.lane], scope.memory, keys)
+                for close in self.close:
+                    lane = weights.view(n_head, n_lane, n_query, -1)[:, close.lane]
+                    close.add(row, lane, self.starts[close.lane], scope.memory, keys)
             by_distance = sums_by_distance(weights, n_head, first)
             n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
             sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
@@ -297,7 +302,7 @@ class _Sums:
             queries=queries,
             min_keys=self.min_keys,
             settings=settings,
-            close=tuple(each.result() for each in self.close),
+            close=tuple(close.result() for close in self.close),
         )
 
 

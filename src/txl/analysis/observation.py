@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from txl.attention.equations import KeyScope, Operands
 from txl.attention.shifted import masked_scores, padded_positions
 from txl.errors import UserError
-from txl.models.language_model import LanguageModel
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 from txl.models.vanilla import CausalSelfAttention
 
@@ -48,7 +47,7 @@ class AttentionInputs:
         query = self.query if "b" in terms else torch.zeros_like(self.query)
         query_v = query + (self.v if "d" in terms and self.v is not None else nothing)
         scale = 1 / math.sqrt(d_head)
-        query_u, query_v = ((each * scale).permute(2, 0, 1, 3).contiguous() for each in (query_u, query_v))
+        query_u, query_v = ((part * scale).permute(2, 0, 1, 3).contiguous() for part in (query_u, query_v))
         key = self.key.permute(2, 0, 1, 3).contiguous()
         position = self.key.new_zeros(self.key.shape[1], n_head, d_head) if self.position is None else self.position
         return masked_scores(query_u, query_v, key, padded_positions(position), self.scope).softmax(dim=-1)
@@ -75,16 +74,12 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
 
 def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelfAttention]:
     """Return the attention sub-layer of every layer."""
-    found = [getattr(layer, "attention", None) for layer in getattr(model, "layers", ())]
+    layers = getattr(model, "layers", ())
     kinds = (RelativeMultiHeadAttention, CausalSelfAttention)
-    if not found or not all(isinstance(each, kinds) for each in found):
-        raise UserError(f"this model ({type(model).__name__}) has no attention to look at; expected a Transformer")
-    return [each for each in found if isinstance(each, kinds)]
-
-
-def known_terms(model: LanguageModel) -> str:
-    """Return the terms (a) to (d) whose sum is the model's score; "" if the model's positions are absolute."""
-    return model.config.score_terms
+    found = [layer.attention for layer in layers if isinstance(getattr(layer, "attention", None), kinds)]
+    if not found or len(found) < len(layers):
+        raise UserError(f"this model ({type(model).__name__}) has no attention to look at", expected="a Transformer")
+    return found
 
 
 @contextmanager

@@ -84,10 +84,28 @@ def run(arguments: argparse.Namespace) -> None:
     run_directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
-    from txl.analysis.observation import known_terms
+    from txl.analysis.average_attention import AttentionPlan
+    from txl.evaluation.stream import Settings
     from txl.reporting.attention_page import write_attention
 
     keep_freed_memory()
+    settings = Settings(
+        segment=config.eval.segment if arguments.segment is None else arguments.segment,
+        batch_size=config.eval.batch_size,
+        max_tokens=None if arguments.tokens == "all" else arguments.tokens,
+        **tested_lengths(arguments, config).options(),
+    )
+    plan = AttentionPlan(
+        layers=None if arguments.layers is None else [layer - 1 for layer in arguments.layers],
+        min_keys=arguments.min_keys,
+        terms=arguments.terms,
+        far=arguments.far,
+        heads=arguments.heads,
+        positions=arguments.positions,
+        rows=arguments.rows,
+        seed=arguments.seed,
+        lanes=arguments.batch,
+    )
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     corpus = run_corpus(run_directory, vocabulary, arguments)
     corpus.tokens(arguments.split)  # refuses a split that does not exist
@@ -96,27 +114,9 @@ def run(arguments: argparse.Namespace) -> None:
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
     with progress:
         record = analyse_attention(
-            model,
-            vocabulary,
-            corpus,
-            split=arguments.split,
-            checkpoint=checkpoint.name,
-            lengths=tested_lengths(arguments, config),
-            segment=config.eval.segment if arguments.segment is None else arguments.segment,
-            batch_size=arguments.batch,
-            most_lanes=config.eval.batch_size,
-            max_tokens=None if arguments.tokens == "all" else arguments.tokens,
-            min_keys=arguments.min_keys,
-            layers=None if arguments.layers is None else [layer - 1 for layer in arguments.layers],
-            heads=arguments.heads,
-            positions=arguments.positions,
-            rows=arguments.rows,
-            seed=arguments.seed,
-            far=arguments.far,
-            terms=arguments.terms,
-            progress=move,
+            model, vocabulary, corpus, arguments.split, settings, plan, checkpoint=checkpoint.name, progress=move
         )
-    if not known_terms(model) and arguments.terms is None:
+    if not model.config.score_terms and arguments.terms is None:
         say("note: no terms of the score apart (Figure 7): this model's positions are absolute")
     paths = write_attention(record, out, str(arguments.directory))
     if arguments.json:

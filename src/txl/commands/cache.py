@@ -8,9 +8,16 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from txl.commands.arguments import pick_device, run_corpus, run_to_read
-from txl.commands.evaluation_options import eval_command, evaluation_settings, fractions, refuse_tuned_split
+from txl.commands.evaluation_options import (
+    add_reading_options,
+    add_splits,
+    eval_command,
+    evaluation_settings,
+    fractions,
+    refuse_tuned_split,
+)
 from txl.commands.evaluation_results import measured_on, print_rows, refuse_not_a_number
-from txl.commands.options import add_dtype, add_memory_options, add_run_options
+from txl.commands.options import add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.commands.parser import Commands
 from txl.runs.events import Evaluation, EventName
@@ -33,13 +40,13 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--size", type=int, default=2000, metavar="N", help="tokens in the cache (default: 2000)")
     parser.add_argument("--thetas", type=fractions, metavar="X,X,...", help="to try (default: suited to the model)")
     parser.add_argument("--lambdas", type=fractions, metavar="X,X,...", help="to try (default: 0.01 to 0.5)")
-    parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
-    parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
-    parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
-    parser.add_argument("--batch", type=int, metavar="B", help="lanes read in parallel, each with its own cache")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of each split")
-    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
-    add_dtype(parser)
+    add_splits(parser)
+    add_reading_options(
+        parser,
+        segment="tokens of each lane in one step",
+        batch="lanes read in parallel, each with its own cache",
+        max_tokens="read only the first N tokens of each split",
+    )
     add_memory_options(parser)
     add_run_options(parser)
     parser.set_defaults(run=run)
@@ -50,29 +57,22 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_tuned_split(arguments)
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
-    from txl.evaluation.cache_tuning import measure_cache
+    from txl.evaluation.cache_tuning import LAMBDAS, tune_cache_with
+    from txl.evaluation.perplexity import evaluate_with
 
     keep_freed_memory()
+    settings = evaluation_settings(arguments, config, config.eval.batch_size)
     model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     corpus = run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
-    settings = evaluation_settings(arguments, config, config.eval.batch_size)
-    described = measured_on(corpus, arguments.split, checkpoint)
+    lambdas = arguments.lambdas or LAMBDAS
     with ProgressByPart(quiet=arguments.json) as progress:
-        found = measure_cache(
-            model,
-            tune_on,
-            measured,
-            size=arguments.size,
-            thetas=arguments.thetas,
-            lambdas=arguments.lambdas,
-            tuning_progress=partial(progress, f"tuning on the {arguments.tune_on} split"),
-            progress=partial(progress, f"{arguments.split} split"),
-            max_tokens=arguments.max_tokens,
-            **settings,
-        )
-    tuned, results = found.tuning, (found.without, found.with_cache)
+        tuning_progress = partial(progress, f"tuning on the {arguments.tune_on} split")
+        tuned = tune_cache_with(model, tune_on, settings, arguments.size, arguments.thetas, lambdas, tuning_progress)
+        move = partial(progress, f"{arguments.split} split")
+        results = [evaluate_with(reader, measured, settings, move) for reader in (model, tuned.around(model))]
     refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
+    described = measured_on(corpus, arguments.split, checkpoint)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
     record(directory, EventName.CACHE, checkpoint, **tuning)
@@ -93,5 +93,5 @@ def _print(arguments: argparse.Namespace, tuned: CacheTuning, rows: list[Evaluat
     for name in tuned.at_edge:
         print(f"the best {name} lies at the end of the values that were tried; try more: --{name}s")
     print_rows(rows)
-    found = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
-    print(f"to measure this again: {eval_command(arguments, found)}")
+    best = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
+    print(f"to measure this again: {eval_command(arguments, best)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, get_args
 
@@ -11,7 +12,9 @@ from txl.commands.evaluation_options import (
     BATCH,
     DynamicRequest,
     add_cache_options,
+    add_reading_options,
     add_rule_options,
+    add_splits,
     eval_command,
     evaluation_settings,
     fractions,
@@ -28,7 +31,7 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import add_dtype, add_memory_options, add_run_options
+from txl.commands.options import add_memory_options, add_run_options
 from txl.commands.output import ProgressByPart, print_json, record
 from txl.commands.parser import Commands
 from txl.config import AdaptationRule
@@ -36,7 +39,7 @@ from txl.errors import UserError
 from txl.runs.events import Evaluation, EventName
 
 if TYPE_CHECKING:
-    from txl.evaluation.dynamic_tuning import DynamicGain
+    from txl.evaluation.dynamic_tuning import DynamicTuning
 
 
 def add_parser(commands: Commands) -> None:
@@ -59,16 +62,14 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--learning-rates", type=fractions, metavar="X,X,...", help="to try (default: a wide range)")
     parser.add_argument("--decays", type=fractions, metavar="X,X,...", help="to try (default: 0 to 0.1)")
     add_rule_options(parser, "")
-    parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
-    parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
+    add_splits(parser)
     parser.add_argument("--tune-tokens", type=int, metavar="N", help="tune on its first N tokens alone")
-    parser.add_argument("--segment", type=int, metavar="T", help="tokens between two updates")
-    parser.add_argument(
-        "--batch", type=int, metavar="B", help="lanes that adapt the weights together (default: 1, as published)"
+    add_reading_options(
+        parser,
+        segment="tokens between two updates",
+        batch="lanes that adapt the weights together (default: 1, as published)",
+        max_tokens="measure only the first N tokens of the split",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="measure only the first N tokens of the split")
-    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
-    add_dtype(parser)
     add_memory_options(parser)
     add_cache_options(parser)
     add_run_options(parser)
@@ -84,9 +85,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--tune-tokens is {arguments.tune_tokens}; expected 2 or more")
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
-    from txl.evaluation.dynamic import Adaptation
-    from txl.evaluation.dynamic_tuning import DECAYS, measure_dynamic
-    from txl.runs.corpus import training_tokens
+    from txl.evaluation.dynamic import Adaptation, adapt_with
+    from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic_with
+    from txl.evaluation.perplexity import evaluate_with
 
     given = {name: getattr(arguments, name) for name in ("epsilon", "weights") if getattr(arguments, name) is not None}
     request = DynamicRequest(
@@ -95,48 +96,46 @@ def run(arguments: argparse.Namespace) -> None:
         BATCH if arguments.statistics_batch is None else arguments.statistics_batch,
     )
     keep_freed_memory()
+    settings = evaluation_settings(arguments, config, batch_size=1)
     model, vocabulary = load_to_adapt(directory, config, checkpoint, arguments)
     model = with_cache(model, arguments)
     corpus = run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
-    settings = evaluation_settings(arguments, config, batch_size=1)
-    training_split = partial(
-        training_tokens, directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json
-    )
-    statistics = collect_statistics(model, training_split, request, settings, quiet=arguments.json)
+    statistics = collect_statistics(model, vocabulary, directory, corpus, request, settings, arguments)
     with ProgressByPart(quiet=arguments.json) as progress:
-        found = measure_dynamic(
+        tuned = tune_dynamic_with(
             model,
             tune_on,
-            measured,
             request.adaptation,
             statistics,
-            learning_rates=arguments.learning_rates,
-            decays=DECAYS if arguments.decays is None else arguments.decays,
-            tune_tokens=arguments.tune_tokens,
-            max_tokens=arguments.max_tokens,
-            tuning_progress=partial(progress, f"tuning on the {arguments.tune_on} split"),
-            progress=partial(progress, f"{arguments.split} split"),
-            **settings,
+            replace(settings, max_tokens=arguments.tune_tokens),
+            arguments.learning_rates,
+            DECAYS if arguments.decays is None else arguments.decays,
+            partial(progress, f"tuning on the {arguments.tune_on} split"),
         )
-    refuse_not_a_number([found.static.nll], checkpoint)
+        move = partial(progress, f"{arguments.split} split")
+        static = evaluate_with(model, measured, settings, move)
+        adapted = adapt_with(model, measured, tuned.adaptation, statistics, settings, move)
+    refuse_not_a_number([static.nll], checkpoint)
     described = measured_on(corpus, arguments.split, checkpoint)
-    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (found.static, found.adapted)]
-    tuning = found.tuning.to_dict() | {"split": arguments.tune_on}
+    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (static, adapted)]
+    tuning = tuned.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)
-    refuse_divergence(found.adapted, "--learning-rates")
+    refuse_divergence(adapted, "--learning-rates")
     for row in rows:
         record(directory, EventName.EVAL, checkpoint, **row)
+    times_static = static.tokens_per_second / adapted.tokens_per_second
     if arguments.json:
-        print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": found.times_static})
+        print_json({"tuning": tuning, "static": rows[0], "dynamic": rows[1], "times_static": times_static})
         return
-    _print(arguments, found, rows)
+    _print(arguments, tuned, rows)
+    print(f"with it, the test took {times_static:.1f} times as long")
+    print(f"to measure this again: {eval_command(arguments, _options(arguments, tuned))}")
 
 
-def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluation]) -> None:
+def _print(arguments: argparse.Namespace, tuned: DynamicTuning, rows: list[Evaluation]) -> None:
     from txl.reporting.wording import counted
 
-    tuned = found.tuning
     best = tuned.adaptation
     print(
         f"tuned on {tuned.tokens:,} targets of the {arguments.tune_on} split, {counted(len(tuned.tried), 'setting')} "
@@ -147,10 +146,14 @@ def _print(arguments: argparse.Namespace, found: DynamicGain, rows: list[Evaluat
         print(f"the best {name} lies at the end of the values that were tried; try more: --{name.replace(' ', '-')}s")
     for row in rows:
         print_rows([row])
-    print(f"with it, the test took {found.times_static:.1f} times as long")
+
+
+def _options(arguments: argparse.Namespace, tuned: DynamicTuning) -> list[str]:
+    """Return the options of `txl eval` with the settings found."""
+    best = tuned.adaptation
     words = ["--dynamic", arguments.rule, "--dynamic-learning-rate", repr(best.learning_rate)]
     words += ["--dynamic-decay", repr(best.decay)]
     for name in ("epsilon", "weights", "statistics_segments", "statistics_batch"):
         if getattr(arguments, name) is not None:
             words += [f"--dynamic-{name.replace('_', '-')}", str(getattr(arguments, name))]
-    print(f"to measure this again: {eval_command(arguments, words)}")
+    return words

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from txl.commands.evaluation_options import (
     DynamicRequest,
     add_cache_options,
     add_dynamic_options,
+    add_reading_options,
     dynamic_request,
     evaluation_settings,
     load_to_adapt,
@@ -27,7 +28,7 @@ from txl.commands.evaluation_results import (
     refuse_divergence,
     refuse_not_a_number,
 )
-from txl.commands.options import add_dtype, add_memory_options, add_run_options, numbers, positive
+from txl.commands.options import add_memory_options, add_run_options, numbers, positive
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.commands.parser import Commands
 from txl.errors import UserError
@@ -36,9 +37,8 @@ from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.data.prepared import Corpus, Tokens
-    from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import GradientStatistics
-    from txl.evaluation.perplexity import EvaluationResult, Settings
+    from txl.evaluation.stream import EvaluationResult, Settings
     from txl.models.language_model import LanguageModel
     from txl.runs.directory import RunDirectory
     from txl.runs.events import Evaluation, Measured
@@ -61,19 +61,20 @@ def add_parser(commands: Commands) -> None:
         help="train, valid or test (default: test); all: the whole of a text of your own",
     )
     parser.add_argument("--mem-lens", type=numbers, metavar="M,M,...", help="measure at several memory lengths")
-    parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
-    parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="read only the first N tokens of the split")
+    add_reading_options(
+        parser,
+        segment="tokens of each lane in one step",
+        batch="lanes: parts of the text that are read in parallel",
+        max_tokens="read only the first N tokens of the split",
+    )
     parser.add_argument(
         "--exhaustive",
         action="store_true",
         help="score every token but the first of the text: also the first of each lane, and those left over at the end",
     )
-    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
     parser.add_argument(
         "--sliding", type=positive, metavar="L", help="predict each token from the L tokens before it alone; slow"
     )
-    add_dtype(parser)
     add_memory_options(parser)
     add_cache_options(parser)
     add_dynamic_options(parser)
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.data.sources import WHOLE
 
     keep_freed_memory()
+    # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.
+    settings = evaluation_settings(arguments, config, config.eval.batch_size if dynamic is None else 1)
     if dynamic is None:
         model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
     else:
@@ -98,19 +101,17 @@ def run(arguments: argparse.Namespace) -> None:
     model = with_cache(model, arguments)
     corpus = run_corpus(directory, vocabulary, arguments, whole=arguments.split == WHOLE)
     tokens = corpus.tokens(arguments.split)
-    # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.
-    settings = evaluation_settings(arguments, config, 1 if dynamic is not None else config.eval.batch_size)
     statistics = None
     if dynamic is not None:
-        statistics = _statistics(model, vocabulary, directory, corpus, dynamic, settings, arguments)
+        statistics = collect_statistics(model, vocabulary, directory, corpus, dynamic, settings, arguments)
     results: list[EvaluationResult] = []
     try:
-        _measure(model, tokens, settings, dynamic, statistics, arguments, results.append)
+        for result in _measured(model, tokens, settings, dynamic, statistics, arguments):
+            results.append(result)
     except (KeyboardInterrupt, SystemExit):
-        if not results or arguments.mem_lens is None:
-            raise
-        _finish(directory, checkpoint, corpus, results, arguments)
-        say(f"stopped after {len(results)} of {len(arguments.mem_lens)} memory lengths")
+        if results:
+            _finish(directory, checkpoint, corpus, results, arguments)
+            say(f"stopped after {len(results)} of {len(arguments.mem_lens)} memory lengths")
         raise
     _finish(directory, checkpoint, corpus, results, arguments)
 
@@ -141,55 +142,31 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     refuse_with_sliding(arguments)
 
 
-def _statistics(
-    model: LanguageModel,
-    vocabulary: Vocabulary | None,
-    directory: RunDirectory,
-    corpus: Corpus,
-    dynamic: DynamicRequest,
-    settings: Settings,
-    arguments: argparse.Namespace,
-) -> GradientStatistics | None:
-    """Return the gradient statistics of the training split that dynamic evaluation needs; None for sgd."""
-    from txl.runs.corpus import training_tokens
-
-    where = {"data_dir": arguments.data_dir, "quiet": arguments.json}
-    training_split = partial(training_tokens, directory, vocabulary, corpus, **where)
-    return collect_statistics(model, training_split, dynamic, settings, quiet=arguments.json)
-
-
-def _measure(
+def _measured(
     model: LanguageModel,
     tokens: Tokens,
     settings: Settings,
     dynamic: DynamicRequest | None,
     statistics: GradientStatistics | None,
     arguments: argparse.Namespace,
-    on_result: Callable[[EvaluationResult], None],
-) -> None:
-    """Call `on_result` with the result, or with one for each memory length of `--mem-lens` as soon as it is there."""
-    from txl.evaluation.dynamic import evaluate_dynamically
-    from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
-    from txl.evaluation.sliding import evaluate_sliding
+) -> Iterator[EvaluationResult]:
+    """Yield the result, or one for each memory length of `--mem-lens` as soon as it is there."""
+    from txl.evaluation.dynamic import adapt_with
+    from txl.evaluation.perplexity import evaluate_at_lengths, evaluate_with
+    from txl.evaluation.sliding import WINDOWS, evaluate_sliding_with
 
     progress, move = progress_bar(f"{arguments.split} split", quiet=arguments.json)
-    limits = {"max_tokens": arguments.max_tokens, "progress": move}
-    lanes = {"exhaustive": arguments.exhaustive}
     with progress:
         if dynamic is not None:
-            result = evaluate_dynamically(model, tokens, dynamic.adaptation, statistics, **settings, **limits, **lanes)
-            on_result(refuse_divergence(result))
+            yield refuse_divergence(adapt_with(model, tokens, dynamic.adaptation, statistics, settings, move))
         elif arguments.sliding is not None:
-            sliding = {name: settings[name] for name in ("dtype", "temperature", "clamp_len")}
-            if arguments.batch is not None:
-                sliding["batch_size"] = arguments.batch
-            on_result(evaluate_sliding(model, tokens, context=arguments.sliding, **sliding, **limits))
+            windows = WINDOWS if arguments.batch is None else arguments.batch
+            yield evaluate_sliding_with(model, tokens, arguments.sliding, replace(settings, batch_size=windows), move)
         elif arguments.mem_lens is None:
-            on_result(evaluate(model, tokens, **settings, **limits, **lanes))
+            yield evaluate_with(model, tokens, settings, move)
         else:
-            others = {name: value for name, value in settings.items() if name != "mem_len"}
-            others |= {"window": arguments.window, "on_result": on_result}
-            evaluate_memory_lengths(model, tokens, arguments.mem_lens, **others, **limits, **lanes)
+            settings = replace(settings, window=arguments.window)
+            yield from evaluate_at_lengths(model, tokens, arguments.mem_lens, settings, move)
 
 
 def _describe(

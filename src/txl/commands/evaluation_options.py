@@ -1,4 +1,4 @@
-"""Options of the commands that measure a model (`txl eval`, `cache`, `dynamic`, `score`), and their settings."""
+"""Options of the commands that measure a model (`txl eval`, `cache`, `dynamic`, `score` ...), and their settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from txl.commands.arguments import pick_device, tested_lengths
 from txl.commands.config_options import config_options
-from txl.commands.options import number_or_all, positive
+from txl.commands.options import add_dtype, number_or_all, positive
 from txl.commands.output import say
 from txl.commands.parser import Options, Parser, typed
 from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
@@ -20,13 +20,12 @@ from txl.errors import UserError
 if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import Adaptation
-    from txl.evaluation.perplexity import Settings
+    from txl.evaluation.stream import Settings
     from txl.models.cache import ContinuousCache
     from txl.models.family import FamilyModel
     from txl.runs.directory import RunDirectory
 
-SEGMENTS, BATCH = 500, 1
-"""Default numbers of segments of the training split, and of their lanes, that are read for gradient statistics."""
+SEGMENTS, BATCH = 500, 1  # of the training split, and their lanes, that are read for gradient statistics
 _LENGTHS = ("segment", "mem_len", "window", "clamp_len")
 
 
@@ -39,13 +38,24 @@ class DynamicRequest:
     statistics_batch_size: int
 
 
-def segments_read(given: int | Literal["all"] | None) -> int | None:
-    """Return the number of segments that are read for gradient statistics; None: all segments.
+def segments_read(option: int | Literal["all"] | None) -> int | None:
+    """Return the number of segments that are read for gradient statistics: an option's value; None: all segments."""
+    return SEGMENTS if option is None else None if option == "all" else option
 
-    Args:
-        given: value of the option: a number, "all", or None for the default.
-    """
-    return SEGMENTS if given is None else None if given == "all" else given
+
+def add_reading_options(parser: Options, segment: str, batch: str, max_tokens: str) -> None:
+    """Add the options of how a split is read, with the help of the first three of them."""
+    parser.add_argument("--segment", type=positive, metavar="T", help=segment)
+    parser.add_argument("--batch", type=positive, metavar="B", help=batch)
+    parser.add_argument("--max-tokens", type=int, metavar="N", help=max_tokens)
+    parser.add_argument("--temperature", type=float, metavar="X", help="softmax temperature (default: the run's)")
+    add_dtype(parser)
+
+
+def add_splits(parser: Options) -> None:
+    """Add the options of the splits that a command tunes on and measures."""
+    parser.add_argument("--split", default="test", metavar="NAME", help="split to measure (default: test)")
+    parser.add_argument("--tune-on", default="valid", metavar="NAME", help="split to tune on (default: valid)")
 
 
 def add_rule_options(parser: Options, prefix: str) -> None:
@@ -205,13 +215,17 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
         config: configuration of the run.
         batch_size: number of lanes if --batch is not given.
     """
-    return {
-        "segment": config.eval.segment if arguments.segment is None else arguments.segment,
-        "batch_size": batch_size if arguments.batch is None else arguments.batch,
-        "dtype": arguments.dtype,
-        "temperature": config.eval.temperature if arguments.temperature is None else arguments.temperature,
+    from txl.evaluation.stream import Settings
+
+    return Settings(
+        segment=config.eval.segment if arguments.segment is None else arguments.segment,
+        batch_size=batch_size if arguments.batch is None else arguments.batch,
+        max_tokens=arguments.max_tokens,
+        exhaustive=getattr(arguments, "exhaustive", False),
+        dtype=arguments.dtype,
+        temperature=config.eval.temperature if arguments.temperature is None else arguments.temperature,
         **tested_lengths(arguments, config).options(),
-    }
+    )
 
 
 def refuse_with_sliding(arguments: argparse.Namespace) -> None:

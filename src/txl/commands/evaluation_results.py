@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,38 +14,36 @@ from txl.commands.output import print_table, progress_bar
 from txl.errors import UserError
 
 if TYPE_CHECKING:
-    from txl.data.prepared import Corpus, Tokens
+    from txl.data.prepared import Corpus
+    from txl.data.vocabulary import Vocabulary
     from txl.evaluation.dynamic import GradientStatistics
-    from txl.evaluation.perplexity import EvaluationResult, Settings
+    from txl.evaluation.stream import EvaluationResult, Settings
     from txl.models.language_model import LanguageModel
+    from txl.runs.directory import RunDirectory
     from txl.runs.events import Evaluation, Measured
 
 
 def collect_statistics(
     model: LanguageModel,
-    training_split: Callable[[], Tokens],
+    vocabulary: Vocabulary | None,
+    directory: RunDirectory,
+    corpus: Corpus,
     request: DynamicRequest,
     settings: Settings,
-    quiet: bool,
+    arguments: argparse.Namespace,
 ) -> GradientStatistics | None:
     """Return gradient statistics of the training split, read with the settings of the evaluation; None for sgd."""
-    from txl.evaluation.dynamic import gradient_statistics
+    from txl.evaluation.dynamic import statistics_with
+    from txl.runs.corpus import training_tokens
 
     if request.adaptation.rule == "sgd":
         return None
-    tokens = training_split()
+    quiet = arguments.json
+    tokens = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=quiet)
+    settings = replace(settings, batch_size=request.statistics_batch_size)
     progress, move = progress_bar("gradient statistics of the train split", quiet=quiet)
-    names = ("segment", "mem_len", "window", "clamp_len", "dtype", "temperature")
     with progress:
-        return gradient_statistics(
-            model,
-            tokens,
-            weights=request.adaptation.weights,
-            segments=request.statistics_segments,
-            batch_size=request.statistics_batch_size,
-            progress=move,
-            **{name: settings[name] for name in names},
-        )
+        return statistics_with(model, tokens, settings, request.adaptation.weights, request.statistics_segments, move)
 
 
 def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from txl.commands.arguments import (
@@ -25,6 +26,7 @@ from txl.files import JsonObject
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from txl.models.family import FamilyModel
     from txl.runs.directory import RunDirectory
 
 
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Scoring large models takes hours, so all checks are made before scoring begins.
     """
-    paths = [existing_run(each) for each in arguments.directories]
+    paths = [existing_run(directory) for directory in arguments.directories]
     short = [path.resolve().name for path in paths]
     names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
     if len({path.resolve() for path in paths}) < len(paths):
@@ -115,27 +117,25 @@ def run(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     device = pick_device(arguments.device)
     clamps, windows = _clamps(directories, arguments.clamp_len), _windows(directories, arguments.window)
-    models = [
-        {"name": name, **_described(directory, clamp, device), "window": None if window == "none" else window}
-        for name, directory, clamp, window in zip(names, directories, clamps, windows, strict=True)
-    ]
+    # All models are loaded before the first is scored, so that a damaged one is found now and not after hours.
+    models = [directory.load(device=device)[0] for directory in directories]
+    described = [_described(*each) for each in zip(names, paths, models, clamps, windows, strict=True)]
     losses: dict[str, dict[int, Tensor]] = {}
-    for name, directory, clamp, window in zip(names, directories, clamps, windows, strict=True):
-        model, _ = directory.load(device=device)
+    for name, clamp_len, window in zip(names, clamps, windows, strict=True):
         progress, move = progress_bar(name, quiet=arguments.json)
         with progress:
             losses[name] = losses_at_contexts(
-                model,
+                models.pop(0),
                 tokens,
                 contexts=lengths,
                 targets=targets,
                 batch_size=arguments.batch,
                 window=window,
-                clamp_len=clamp,
+                clamp_len=clamp_len,
                 dtype=arguments.dtype,
                 progress=move,
             )
-    result = {"split": arguments.split, **group_record(models, losses, arguments.r, arguments.threshold)}
+    result = {"split": arguments.split, **group_record(described, losses, arguments.r, arguments.threshold)}
     result["corpus"] = corpus.name
     # Scoring took hours: print the results before anything else can fail.
     if arguments.json:
@@ -150,38 +150,38 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"page: {page}")
 
 
-def _clamps(directories: list[RunDirectory], given: int | Literal["none"] | None) -> list[int | Literal["none"]]:
-    """Return the clamp of each run: the given one if the model's scores depend on distance, else the run's setting."""
+def _clamps(directories: list[RunDirectory], option: int | Literal["none"] | None) -> list[int | Literal["none"]]:
+    """Return the clamp of each run: that of the option if the model's scores depend on distance, else the run's."""
     configs = [directory.config() for directory in directories]
-    tell_distances = [each.model.tells_distances for each in configs]
-    if given not in (None, "none") and not any(tell_distances):
-        raise UserError(f"--clamp-len is {given}, but none of these models uses relative distances")
-    return [
-        clamp_setting(given if tells else None, config) for config, tells in zip(configs, tell_distances, strict=True)
-    ]
+    if option not in (None, "none") and not any(config.model.tells_distances for config in configs):
+        raise UserError(f"--clamp-len is {option}, but none of these models uses relative distances")
+    return [clamp_setting(option if config.model.tells_distances else None, config) for config in configs]
 
 
-def _windows(directories: list[RunDirectory], given: int | Literal["none"]) -> list[int | Literal["none"]]:
-    """Return the window of each run: the given one for a Transformer-XL, "none" for other models."""
+def _windows(directories: list[RunDirectory], option: int | Literal["none"]) -> list[int | Literal["none"]]:
+    """Return the window of each run: that of the option for a Transformer-XL, "none" for other models."""
     have_one = [isinstance(directory.config().model, TransformerXLConfig) for directory in directories]
-    if given != "none" and given < 1:
-        raise UserError(f"--window is {given}; expected 1 key or more, or none")
-    if given != "none" and not any(have_one):
-        raise UserError(f"--window is {given}, but no model here is a Transformer-XL")
-    return [given if has_one else "none" for has_one in have_one]
+    if option != "none" and option < 1:
+        raise UserError(f"--window is {option}; expected 1 key or more, or none")
+    if option != "none" and not any(have_one):
+        raise UserError(f"--window is {option}, but no model here is a Transformer-XL")
+    return [option if has_one else "none" for has_one in have_one]
 
 
-def _described(directory: RunDirectory, clamp: int | Literal["none"], device: str) -> JsonObject:
-    """Return a model's size and limits; the model is loaded once here, so that damage is found early."""
-    model, _ = directory.load(device=device)
+def _described(
+    name: str, path: Path, model: FamilyModel, clamp_len: int | Literal["none"], window: int | Literal["none"]
+) -> JsonObject:
+    """Return a model's size and limits."""
     try:
-        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp)
+        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
     except UserError as error:
-        raise UserError(f"{directory.path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     return {
+        "name": name,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "longest_context": model.context,
         "clamp_len": state.lengths.clamp_len,
+        "window": None if window == "none" else window,
     }
 
 
@@ -223,13 +223,13 @@ def _print(result: JsonObject) -> None:
     print_table(
         f"relative effective context length in tokens, {heading}",
         ("model", "parameters", *(f"r = {r}" for r in result["relative_gains"])),
-        [(each["name"], f"{each['parameters']:,}", *(f"{n:,}" for n in each["recl"].values())) for each in models],
+        [(model["name"], f"{model['parameters']:,}", *(f"{n:,}" for n in model["recl"].values())) for model in models],
         text=("model",),
     )
     print_table(
         "perplexity by context length",
-        ("context", *(each["name"] for each in models)),
-        [(f"{n:,}", *(ppl_text(each["ppl"][str(n)]) for each in models)) for n in result["context_lengths"]],
+        ("context", *(model["name"] for model in models)),
+        [(f"{n:,}", *(ppl_text(model["ppl"][str(n)]) for model in models)) for n in result["context_lengths"]],
     )
     for note in limited_contexts(result):
         print(note)

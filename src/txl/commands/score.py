@@ -10,7 +10,6 @@ from typing import IO, TYPE_CHECKING
 
 from txl.commands.arguments import (
     check_output_file,
-    clamp_setting,
     note_lacking,
     pick_device,
     run_to_read,
@@ -25,12 +24,10 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.data.lacking import Lacking
-    from txl.evaluation.perplexity import Settings
     from txl.evaluation.surprisal import TextTotals, TokenSurprisal
 
 _MARK = b"\xef\xbb\xbf"
-_EVERY = 4096
-"""Rows between two updates of the progress display."""
+_EVERY = 4096  # rows between two updates of the progress display
 
 
 def add_parser(commands: Commands) -> None:
@@ -91,14 +88,6 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{run_directory.path} has no vocabulary to read the text with; import it again with --vocabulary FILE"
         )
-    settings: Settings = {
-        "sliding": arguments.sliding,
-        "clamp_len": clamp_setting(arguments.clamp_len, config),
-    }
-    if arguments.sliding is None:
-        settings = {**tested_lengths(arguments, config).options()}
-        settings["segment"] = config.eval.segment if arguments.segment is None else arguments.segment
-    settings["temperature"] = config.eval.temperature if arguments.temperature is None else arguments.temperature
     note_lacking(vocabulary, arguments.prompt)
     normalise = vocabulary.normalise if arguments.normalise is None else arguments.normalise
     if normalise and vocabulary.kind == "byte":
@@ -107,10 +96,13 @@ def run(arguments: argparse.Namespace) -> None:
         with_cache(model, arguments),
         vocabulary,
         source,
+        segment=config.eval.segment if arguments.segment is None else arguments.segment,
+        **tested_lengths(arguments, config).options(),
+        sliding=arguments.sliding,
         prompt=arguments.prompt,
+        temperature=config.eval.temperature if arguments.temperature is None else arguments.temperature,
         dtype=arguments.dtype,
         normalise=normalise,
-        **settings,
     )
     plain = path is not None and path.suffix not in COMPRESSED
     size = path.stat().st_size if path is not None and plain else None

@@ -24,28 +24,17 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
 from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName, same_length
+from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName
 from txl.errors import UserError
-from txl.evaluation.perplexity import (
-    EvaluationResult,
-    Lanes,
-    Progress,
-    TokenIds,
-    arithmetic,
-    checked_ids,
-    checked_segments,
-    counted_over,
-)
+from txl.evaluation.stream import EvaluationResult, Progress, Settings, TokenIds, read_lanes
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
@@ -76,14 +65,14 @@ class Adaptation:
             ("weights", self.weights, get_args(AdaptedWeights)),
         ):
             if value not in choices:
-                raise UserError(f"{name} of the adaptation is {value!r}; expected one of {', '.join(choices)}")
-        for name, value in (("learning rate", self.learning_rate), ("decay", self.decay)):
+                raise UserError(field=name, value=value, expected=f"one of {', '.join(choices)}")
+        for name, value in (("learning_rate", self.learning_rate), ("decay", self.decay)):
             if not 0 <= value < math.inf:
-                raise UserError(f"{name} of the adaptation is {value}; expected 0 or more")
+                raise UserError(field=name, value=value, expected="0 or more")
         if not 0 < self.epsilon < math.inf:
-            raise UserError(f"epsilon of the adaptation is {self.epsilon}; expected more than 0")
+            raise UserError(field="epsilon", value=self.epsilon, expected="more than 0")
         if self.rule == "sgd" and self.decay > 1:
-            raise UserError(f"decay of the adaptation is {self.decay}; expected at most 1 with sgd")
+            raise UserError(field="decay", value=self.decay, expected="at most 1 with sgd")
 
 
 @dataclass(frozen=True)
@@ -107,17 +96,16 @@ def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, 
     model = model.own_model
     chosen = dict(model.named_parameters())
     if weights == "feed-forward":
-        layers = [(name, each) for name, each in model.named_modules() if isinstance(each, PositionwiseFeedForward)]
-        inside = tuple(f"{name}.{part}." for name, _ in layers for part in ("inner", "outer"))
-        chosen = {name: each for name, each in chosen.items() if name.startswith(inside)}
+        layers = [name for name, module in model.named_modules() if isinstance(module, PositionwiseFeedForward)]
+        inside = tuple(f"{name}.{part}." for name in layers for part in ("inner", "outer"))
+        chosen = {name: weight for name, weight in chosen.items() if name.startswith(inside)}
     elif weights == "biases":
+        # u and v of attention [H,D] are added to queries, so they are biases in spite of their two dimensions.
         chosen = {
-            name: each
-            for name, each in chosen.items()
-            if each.ndim == 1 or name.rpartition(".")[2] in ("u", "v")  # [H,D], added to queries
+            name: weight for name, weight in chosen.items() if weight.ndim == 1 or name.rpartition(".")[2] in ("u", "v")
         }
     if not chosen:
-        raise UserError(f"this model has no {weights} weights to adapt; choose all or biases")
+        raise UserError(f"this model has no {weights} weights to adapt", expected="all or biases")
     return chosen
 
 
@@ -152,16 +140,20 @@ class AdaptingModel:
         trained = adapted_parameters(model, adaptation.weights)
         if adaptation.rule == "rms":
             if statistics is None:
-                raise UserError("rms needs gradient statistics of the training split; sgd does not")
+                raise UserError(
+                    "rms needs gradient statistics of the training split", remedy="give them, or adapt by sgd"
+                )
             if statistics.weights not in ("all", adaptation.weights):
                 raise UserError(f"the statistics are of {statistics.weights} weights, but {adaptation.weights} adapt")
-            trained = {name: each for name, each in trained.items() if name in statistics.squares}
-            if any(each.shape != statistics.squares[name].shape for name, each in trained.items()):
-                raise UserError("the gradient statistics are of a model of another shape; take them of this one")
+            trained = {name: weight for name, weight in trained.items() if name in statistics.squares}
+            if any(weight.shape != statistics.squares[name].shape for name, weight in trained.items()):
+                raise UserError(
+                    "the gradient statistics are of a model of another shape", remedy="take them of this one"
+                )
         self.model = _copied(model, trained)
         current = dict(self.model.own_model.named_parameters())
         self._current = [current[name] for name in trained]
-        self._trained = [each.detach() for each in trained.values()]
+        self._trained = [weight.detach() for weight in trained.values()]
         self._scales: Sequence[Tensor | float] = [adaptation.learning_rate] * len(trained)
         self._pulls: Sequence[Tensor | float] = [adaptation.decay] * len(trained)
         if adaptation.rule == "rms":
@@ -198,10 +190,12 @@ class AdaptingModel:
         for weight, trained, gradient, scale, pull in zip(
             self._current, self._trained, gradients, self._scales, self._pulls, strict=True
         ):
+            # A weight without a gradient in this segment still decays.
             change = torch.zeros_like(weight) if gradient is None else gradient * -scale
             if self.adaptation.decay > 0:
                 change += (trained - weight) * pull
-            weight += change  # in place: caches of projected weights detect the change by the tensor's version
+            # In place: caches of projected keys and values detect the change by the tensor's version.
+            weight += change
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -221,9 +215,10 @@ def _rms_rates(
         return scales, [0.0] * len(names)
     if adaptation.statistics == "sum":
         return scales, [adaptation.decay * size for size in sizes]
+    # D compares G with the average of the tensors' means, so that a large tensor does not outweigh the others.
     mean = torch.stack([size.mean() for size in sizes]).mean()
     if mean == 0:
-        raise UserError("the training split's gradients are 0 everywhere; there is nothing to adapt")
+        raise UserError("the training split's gradients are 0 everywhere, so that there is nothing to adapt")
     return scales, [(adaptation.decay * size / mean).clamp(max=1) for size in sizes]
 
 
@@ -231,11 +226,12 @@ def _rms_rates(
 def _copied(model: LanguageModel, adapted: dict[str, nn.Parameter]) -> LanguageModel:
     """Return a copy of a model in evaluation mode; only the adapted parameters of the copy require gradients."""
     copied = copy.deepcopy(model).eval()
-    for name, each in copied.own_model.named_parameters():
-        each.requires_grad_(name in adapted)
+    for name, weight in copied.own_model.named_parameters():
+        weight.requires_grad_(name in adapted)
     for module in copied.modules():
+        # cuDNN computes no gradients of an LSTM in evaluation mode. The module itself has no dropout.
         if isinstance(module, nn.RNNBase):
-            module.train()  # cuDNN computes no gradients in evaluation mode; the module itself has no dropout
+            module.train()
     return copied
 
 
@@ -253,6 +249,7 @@ def _gradients(
     """Return losses [B,T], the gradients of the mean loss of counted targets (None without any), and the next state."""
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
     with torch.enable_grad(), autocast:
+        # With a continuous cache, the score is that of the mixture, and the gradient that of the model inside.
         scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
         if counted is not None:
             followed = followed[counted]
@@ -292,28 +289,44 @@ def gradient_statistics(
             the statistics.
         progress: called with the number of targets read so far and their total number.
     """
+    settings = Settings(segment, mem_len, window, clamp_len, batch_size, dtype=dtype, temperature=temperature)
+    return statistics_with(model, tokens, settings, weights, segments, progress)
+
+
+def statistics_with(
+    model: LanguageModel,
+    tokens: TokenIds,
+    settings: Settings,
+    weights: str,
+    segments: int | None,
+    progress: Progress | None = None,
+) -> GradientStatistics:
+    """Return `gradient_statistics` for the settings of the evaluation that will use them."""
     if segments is not None and segments < 1:
-        raise UserError(f"segments for gradient statistics are {segments}; expected 1 or more")
-    ids = checked_ids(tokens, None, dtype, segment=segment, temperature=temperature)
-    lanes = Lanes.cut(len(ids), batch_size)
+        raise UserError(field="statistics_segments", value=segments, expected="1 or more")
+    # Full lanes alone: the statistics are of segments as training reads them, not of every target.
+    settings = replace(settings, max_tokens=None, exhaustive=False)
     parameters = adapted_parameters(model, weights)
-    model = _copied(model, parameters).own_model
-    copied = dict(model.named_parameters())
-    state = model.init_state(batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
+    copied = _copied(model, parameters).own_model
+    named = dict(copied.named_parameters())
+    current = [named[name] for name in parameters]
     squares: dict[str, Tensor] = {}
-    n_target = min(lanes.n_target, lanes.n_target if segments is None else segments * segment * batch_size)
-    read = done = 0
-    for inputs, targets, _ in islice(checked_segments(model, lanes, ids, segment), segments):
-        current = [copied[name] for name in parameters]
-        _, gradients, state = _gradients(model, current, inputs, targets, state, None, dtype, temperature)
+    n_read = 0
+
+    def add(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
+        nonlocal n_read
+        n_read += 1
+        nll, gradients, state = _gradients(
+            copied, current, inputs, targets, state, None, settings.dtype, settings.temperature
+        )
         assert gradients is not None  # every target counts
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
                 squares[name] = squares[name] + gradient.square() if name in squares else gradient.square()
-        read, done = read + 1, done + targets.numel()
-        if progress is not None:
-            progress(done, n_target)
-    return GradientStatistics(squares, read, segment, batch_size, weights)
+        return nll, state
+
+    read_lanes(copied, tokens, settings, add, segments=segments, progress=progress)
+    return GradientStatistics(squares, n_read, settings.segment, settings.batch_size, weights)
 
 
 @torch.inference_mode(False)
@@ -351,38 +364,23 @@ def evaluate_dynamically(
         the result as from `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights
         diverged.
     """
-    ids = checked_ids(tokens, max_tokens, dtype, segment=segment, temperature=temperature)
-    lanes = Lanes.cut(len(ids), batch_size, exhaustive)
-    start = time.perf_counter()
-    adapting = AdaptingModel(model, adaptation, statistics, dtype=dtype, temperature=temperature)
-    state = adapting.model.init_state(
-        batch_size, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len
-    )
-    lengths = state.lengths
-    device = next(model.parameters()).device
-    total, done = torch.zeros((), dtype=torch.float64, device=device), 0
-    for inputs, targets, counts in checked_segments(model, lanes, ids, segment):
-        done += int(counts.sum())
-        counts = counts.to(device)
-        nll, state = adapting.score_then_adapt(inputs, targets, state, counts)
-        total += nll.double().masked_fill(~counts, 0.0).sum()
-        if progress is not None:
-            progress(done, lanes.n_target)
-    return EvaluationResult(
-        nll=total.item() / done,
-        tokens=done,
-        dropped=len(ids) - 1 - done,
-        seconds=time.perf_counter() - start,
-        segment=segment,
-        batch_size=batch_size,
-        exhaustive=exhaustive,
-        dtype=arithmetic(model, dtype),
-        temperature=temperature,
-        dynamic=described(adaptation, statistics),
-        **counted_over(tokens, ids),
-        **asdict(lengths),
-        **model.cache_settings,
-    )
+    settings = Settings(segment, mem_len, window, clamp_len, batch_size, max_tokens, exhaustive, dtype, temperature)
+    return adapt_with(model, tokens, adaptation, statistics, settings, progress)
+
+
+@torch.inference_mode(False)
+def adapt_with(
+    model: LanguageModel,
+    tokens: TokenIds,
+    adaptation: Adaptation,
+    statistics: GradientStatistics | None,
+    settings: Settings,
+    progress: Progress | None = None,
+) -> EvaluationResult:
+    """Return the result of `evaluate_dynamically` for one value of settings."""
+    adapting = AdaptingModel(model, adaptation, statistics, dtype=settings.dtype, temperature=settings.temperature)
+    result = read_lanes(adapting.model, tokens, settings, adapting.score_then_adapt, progress=progress)
+    return replace(result, dynamic=described(adaptation, statistics))
 
 
 def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> JsonObject:

@@ -10,25 +10,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 
 import numpy as np
 import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from txl.config import Limit, validate_temperature
+from txl.config import Limit
 from txl.errors import UserError
-from txl.evaluation.perplexity import (
+from txl.evaluation.stream import (
     EvaluationResult,
     Progress,
+    Settings,
     TokenIds,
-    arithmetic,
     check_ids,
     checked_ids,
-    counted_over,
     evaluation_mode,
+    result_of,
+    sum_losses,
 )
 from txl.models.language_model import LanguageModel, State
+
+WINDOWS = 16  # windows that are computed at once, if nothing else is asked for
 
 
 def evaluate_sliding(
@@ -36,7 +41,7 @@ def evaluate_sliding(
     tokens: TokenIds,
     *,
     context: int,
-    batch_size: int = 16,
+    batch_size: int = WINDOWS,
     max_tokens: int | None = None,
     clamp_len: Limit = None,
     dtype: str = "float32",
@@ -57,42 +62,30 @@ def evaluate_sliding(
         clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: softmax temperature, as for `evaluate`.
-        progress: called with the number of targets scored so far and their total number; not for a text without
-            targets beyond the first window.
+        progress: called with the number of targets scored so far and their total number.
     """
-    validate_temperature(temperature)
-    ids = _checked_ids(model, tokens, max_tokens, context, batch_size, dtype)
-    counts = counted_over(tokens, ids)
-    device = next(model.parameters()).device
-    begin, first = time.perf_counter(), min(context, len(ids) - 1)
-    with evaluation_mode(model, dtype) as model:
-        start = torch.from_numpy(ids[: first + 1]).to(device)[None]
-        state = without_memory(model, clamp_len)
-        done, n_target = first, len(ids) - 1
-        total = model.nll_at(start[:, :-1], start[:, 1:], state, temperature)[0].double().sum()
-        later = np.arange(first + 1, len(ids))
-        for losses in window_losses(model, ids, context, later, batch_size, state, temperature):
-            total += losses.sum()
-            done += len(losses)
-            if progress is not None:
-                progress(done, n_target)
-    return EvaluationResult(
-        nll=total.item() / n_target,
-        tokens=n_target,
-        dropped=0,
-        seconds=time.perf_counter() - begin,
-        segment=context,
-        mem_len=0,
-        window=None,
-        clamp_len=state.lengths.clamp_len,
-        batch_size=batch_size,
-        exhaustive=True,
-        dtype=arithmetic(model, dtype),
-        temperature=temperature,
-        sliding=True,
-        **counts,
-        **model.cache_settings,
-    )
+    settings = Settings(1, None, None, clamp_len, batch_size, max_tokens, True, dtype, temperature)
+    return evaluate_sliding_with(model, tokens, context, settings, progress)
+
+
+def evaluate_sliding_with(
+    model: LanguageModel, tokens: TokenIds, context: int, settings: Settings, progress: Progress | None = None
+) -> EvaluationResult:
+    """Return the result of `evaluate_sliding` for one value of settings, whose segment and memory do not matter."""
+    start, context = time.perf_counter(), _positive("context", context)
+    settings = replace(settings, segment=context, mem_len=0, window="none", exhaustive=True)
+    ids = _ids(model, tokens, settings)
+    n_first = min(context, len(ids) - 1)
+    with evaluation_mode(model, settings.dtype) as view:
+        empty = settings.init_state(view, 1)
+        # One window has all targets with fewer than `context` tokens before them: it is the beginning of the text.
+        windows = chain(
+            window_losses(view, ids, np.arange(1, n_first + 1), [context], settings, empty),
+            window_losses(view, ids, np.arange(n_first + 1, len(ids)), [context], settings, empty),
+        )
+        total = sum_losses(((losses, len(losses)) for _, losses, _ in windows), len(ids) - 1, progress)
+    seconds = time.perf_counter() - start
+    return replace(result_of(model, tokens, settings, empty.lengths, total, seconds), sliding=True)
 
 
 def losses_at_context(
@@ -101,7 +94,7 @@ def losses_at_context(
     *,
     context: int,
     targets: Sequence[int] | range,
-    batch_size: int = 16,
+    batch_size: int = WINDOWS,
     window: Limit = "none",
     clamp_len: Limit = None,
     dtype: str = "float32",
@@ -127,7 +120,8 @@ def losses_at_context(
         dtype: "float32", or "bfloat16" for autocast.
         progress: called with the number of tokens read so far and their total number.
     """
-    return _exact_losses(model, tokens, [context], targets, batch_size, window, clamp_len, dtype, progress)[:, 0]
+    settings = _windowed(context, window, clamp_len, batch_size, dtype)
+    return _losses_of(model, tokens, [context], targets, settings, progress)[:, 0]
 
 
 def losses_at_contexts(
@@ -136,7 +130,7 @@ def losses_at_contexts(
     *,
     contexts: Sequence[int] | range,
     targets: Sequence[int] | range,
-    batch_size: int = 16,
+    batch_size: int = WINDOWS,
     window: Limit = "none",
     clamp_len: Limit = None,
     dtype: str = "float32",
@@ -159,11 +153,12 @@ def losses_at_contexts(
         losses in nats by context length, [targets] each.
     """
     if len(contexts) == 0:
-        raise UserError("no contexts were given; expected one or more lengths")
-    held = {context: context if model.context is None else min(context, model.context) for context in contexts}
-    read = sorted(set(held.values()))
-    losses = _exact_losses(model, tokens, read, targets, batch_size, window, clamp_len, dtype, progress)
-    return {context: losses[:, read.index(seen)].clone() for context, seen in held.items()}
+        raise UserError("no contexts were given", expected="one or more lengths")
+    seen_at = {context: context if model.context is None else min(context, model.context) for context in contexts}
+    read = sorted(set(seen_at.values()))
+    settings = _windowed(read[0], window, clamp_len, batch_size, dtype)
+    losses = _losses_of(model, tokens, read, targets, settings, progress)
+    return {context: losses[:, read.index(seen)].clone() for context, seen in seen_at.items()}
 
 
 def sliding_losses(
@@ -171,7 +166,7 @@ def sliding_losses(
     tokens: TokenIds,
     *,
     contexts: Sequence[int],
-    batch_size: int = 16,
+    batch_size: int = WINDOWS,
     max_tokens: int | None = None,
 ) -> dict[int, float]:
     """Return the mean loss of `evaluate_sliding` in nats for several contexts, at the cost of the longest one.
@@ -180,119 +175,113 @@ def sliding_losses(
         model, tokens, batch_size, max_tokens: as for `evaluate_sliding`.
         contexts: window lengths L in tokens, one or more.
     """
-    ids = _checked_ids(model, tokens, max_tokens, min(contexts), batch_size, "float32")
-    losses = _losses_behind(model, ids, np.arange(1, len(ids)), contexts, batch_size)
+    settings = Settings(_positive("context", min(contexts)), 0, "none", None, batch_size, max_tokens)
+    ids = _ids(model, tokens, settings)
+    losses = _read(model, ids, np.arange(1, len(ids)), contexts, settings)
     return dict(zip(contexts, losses.mean(dim=0).tolist(), strict=True))
 
 
-def _exact_losses(
-    model: LanguageModel,
-    tokens: TokenIds,
-    contexts: list[int],
-    targets: Sequence[int] | range,
-    batch_size: int,
-    window: Limit,
-    clamp_len: Limit,
-    dtype: str,
-    progress: Progress | None,
-) -> Float64[Tensor, "targets C"]:
-    """Return `losses_at_context` for C increasing context lengths that the model can read at once, on the CPU."""
-    ids = _checked_ids(model, tokens, None, contexts[0], batch_size, dtype)
-    chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
-    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
-        raise UserError(
-            f"targets do not all have {longest} tokens before them among {len(ids)} tokens; expected one or more "
-            f"indices from {longest} to {len(ids) - 1}"
-        )
-    return _losses_behind(model, ids, chosen, contexts, batch_size, window, clamp_len, dtype, progress)
+def _windowed(context: int, window: Limit, clamp_len: Limit, batch_size: int, dtype: str) -> Settings:
+    """Return the settings for reading contexts without memory, through a window of keys."""
+    # A state needs enough memory for its window, although this memory stays empty.
+    mem_len = window - 1 if isinstance(window, int) else 0 if window == "none" else None
+    return Settings(_positive("context", context), mem_len, window, clamp_len, batch_size, dtype=dtype)
 
 
-def _losses_behind(
-    model: LanguageModel,
-    ids: Int64[np.ndarray, " tokens"],
-    targets: Int64[np.ndarray, " targets"],
-    contexts: Sequence[int],
-    batch_size: int,
-    window: Limit = "none",
-    clamp_len: Limit = None,
-    dtype: str = "float32",
-    progress: Progress | None = None,
-) -> Float64[Tensor, "targets C"]:
-    """Return the loss of each target after each of C contexts, cut off at the beginning of the stream, on the CPU.
-
-    Contexts that begin at the same token are read as one window, as long as the longest of these contexts.
-    """
-    seen = np.minimum(contexts, targets[:, None])
-    begins, read_in = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
-    shape, seen, following = seen.shape, seen.ravel(), np.repeat(ids[targets], len(contexts))
-    lengths = np.zeros_like(begins)
-    np.maximum.at(lengths, read_in, seen)
-    losses_of = np.split(np.argsort(read_in, kind="stable"), np.bincount(read_in).cumsum()[:-1])
-    found, done, total = torch.empty(len(seen), dtype=torch.float64), 0, lengths.sum().item()
-    device = next(model.parameters()).device
-    with evaluation_mode(model, dtype) as model:
-        empty = without_memory(model, clamp_len, window)
-        for length in np.unique(lengths).tolist():
-            of_length = np.flatnonzero(lengths == length)
-            for first in range(0, len(of_length), batch_size):
-                lanes = of_length[first : first + batch_size]
-                losses = np.concatenate([losses_of[lane] for lane in lanes])
-                read = ids[begins[lanes, None] + np.arange(length)]
-                at = np.searchsorted(lanes, read_in[losses]) * length + seen[losses] - 1
-                read, at, wanted = (torch.from_numpy(each).to(device) for each in (read, at, following[losses]))
-                state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
-                found[losses] = model.chosen_nll(read, at, wanted, state).double().cpu()
-                done += read.numel()
-                if progress is not None:
-                    progress(done, total)
-    return found.view(shape)
+def _positive(name: str, number: int) -> int:
+    if number < 1:
+        raise UserError(field=name, value=number, expected="1 or more")
+    return number
 
 
-def _checked_ids(
-    model: LanguageModel, tokens: TokenIds, max_tokens: int | None, context: int, batch_size: int, dtype: str
-) -> np.ndarray:
-    """Check the settings, and return the tokens to read, int64 [tokens]."""
-    for name, number in (("context", context), ("batch_size", batch_size)):
-        if number < 1:
-            raise UserError(f"{name} is {number}; expected 1 or more")
-    ids = checked_ids(tokens, max_tokens, dtype).astype(np.int64)
+def _ids(model: LanguageModel, tokens: TokenIds, settings: Settings) -> Int64[np.ndarray, " tokens"]:
+    """Return the token ids to read, all in the vocabulary."""
+    ids = checked_ids(tokens, settings.max_tokens).astype(np.int64)
     if len(ids) < 2:
-        raise UserError(f"tokens have shape {list(ids.shape)}; expected 2 tokens or more")
+        raise UserError(f"tokens have shape {list(ids.shape)}", expected="2 tokens or more")
     check_ids(torch.from_numpy(ids), model.vocab_size)
     return ids
 
 
-def without_memory(model: LanguageModel, clamp_len: Limit, window: Limit = "none") -> State:
-    """Return an empty state of one lane, for texts that are read in a single segment."""
-    # A state needs enough memory for its window, although this memory stays empty.
-    mem_len = window - 1 if isinstance(window, int) else 0 if window == "none" else None
-    return model.init_state(1, mem_len=mem_len, window=window, clamp_len=clamp_len)
+def _losses_of(
+    model: LanguageModel,
+    tokens: TokenIds,
+    contexts: list[int],
+    targets: Sequence[int] | range,
+    settings: Settings,
+    progress: Progress | None,
+) -> Float64[Tensor, "targets C"]:
+    """Return `losses_at_context` for C increasing context lengths that the model can read at once, on the CPU."""
+    ids = _ids(model, tokens, settings)
+    chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
+    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
+        raise UserError(
+            f"targets do not all have {longest} tokens before them among {len(ids)} tokens",
+            expected=f"one or more indices from {longest} to {len(ids) - 1}",
+        )
+    return _read(model, ids, chosen, contexts, settings, progress)
+
+
+def _read(
+    model: LanguageModel,
+    ids: Int64[np.ndarray, " tokens"],
+    targets: Int64[np.ndarray, " targets"],
+    contexts: Sequence[int],
+    settings: Settings,
+    progress: Progress | None = None,
+) -> Float64[Tensor, "targets C"]:
+    """Return the loss of each target after each of C contexts, on the CPU."""
+    losses = torch.empty(len(targets) * len(contexts), dtype=torch.float64)
+    with evaluation_mode(model, settings.dtype) as view:
+        empty = settings.init_state(view, 1)
+        for places, found, read in window_losses(view, ids, targets, contexts, settings, empty):
+            losses[places] = found.cpu()
+            if progress is not None:
+                progress(*read)
+    return losses.view(len(targets), len(contexts))
 
 
 def window_losses(
-    model: LanguageModel,
-    ids: np.ndarray,
-    context: int,
-    targets: np.ndarray,
-    batch_size: int,
+    view: LanguageModel,
+    ids: Int64[np.ndarray, " tokens"],
+    targets: Int64[np.ndarray, " targets"],
+    contexts: Sequence[int],
+    settings: Settings,
     empty: State,
-    temperature: float = 1.0,
-) -> Iterator[Float64[Tensor, " windows"]]:
-    """Yield the losses of at most B targets at a time, each predicted from the `context` tokens before it.
+) -> Iterator[tuple[Int64[np.ndarray, " losses"], Float64[Tensor, " losses"], tuple[int, int]]]:
+    """Read the windows of targets, at most B at a time.
+
+    A context that reaches beyond the beginning of the stream is cut off there. Contexts that begin at the same token
+    are read as one window, as long as the longest of these contexts.
 
     Args:
-        model: model in evaluation mode.
-        ids: token ids of the stream, int64.
-        context: window length L in tokens.
+        view: model in evaluation mode.
+        ids: token ids of the stream.
         targets: indices of the targets in `ids`.
-        batch_size: number of windows B computed at once.
-        empty: state of one lane before each window (`without_memory`).
-        temperature: softmax temperature, as for `evaluate`.
+        contexts: C context lengths L in tokens, for each target.
+        settings: number of windows B computed at once, and temperature.
+        empty: state of one lane before each window.
+
+    Yields:
+        indices of the losses in [targets,C], flattened; the losses in nats; numbers of tokens read so far, and in all.
     """
-    device = next(model.parameters()).device
-    for start in range(0, len(targets), batch_size):
-        chosen = targets[start : start + batch_size]
-        windows = torch.from_numpy(ids[chosen[:, None] + np.arange(-context, 1)]).to(device)
-        state = empty.select(torch.zeros(len(chosen), dtype=torch.int64))
-        last = torch.arange(1, len(chosen) + 1, device=device) * context - 1
-        yield model.chosen_nll(windows[:, :-1], last, windows[:, -1], state, temperature).double()
+    seen = np.minimum(contexts, targets[:, None])
+    begins, window_of = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
+    seen, following = seen.ravel(), np.repeat(ids[targets], len(contexts))
+    lengths = np.zeros_like(begins)
+    np.maximum.at(lengths, window_of, seen)
+    losses_of = np.split(np.argsort(window_of, kind="stable"), np.bincount(window_of).cumsum()[:-1])
+    device, done, total = next(view.parameters()).device, 0, lengths.sum().item()
+    for length in np.unique(lengths).tolist():
+        windows = np.flatnonzero(lengths == length)
+        for first in range(0, len(windows), settings.batch_size):
+            lanes = windows[first : first + settings.batch_size]
+            places = np.concatenate([losses_of[lane] for lane in lanes])
+            tokens = ids[begins[lanes, None] + np.arange(length)]
+            # The loss after c tokens of a window is that of the window's token c - 1, counted over all B*L tokens.
+            at = np.searchsorted(lanes, window_of[places]) * length + seen[places] - 1
+            inputs, at, wanted = (torch.from_numpy(array).to(device) for array in (tokens, at, following[places]))
+            state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
+            losses = view.chosen_nll(inputs, at, wanted, state, settings.temperature).double()
+            done += tokens.size
+            yield places, losses, (done, total)

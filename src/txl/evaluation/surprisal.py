@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import IO
 from unicodedata import category
@@ -24,30 +24,27 @@ from unicodedata import category
 import numpy as np
 import torch
 
-from txl.config import Limit, same_length, validate_temperature
+from txl.config import Limit
 from txl.data.formats import refuse_format
 from txl.data.located import LocatedToken, located_tokens
 from txl.data.prepared import normalised_note
 from txl.data.sources import BLOCK, Piece
 from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
 from txl.errors import UserError
-from txl.evaluation.perplexity import check_ids
-from txl.evaluation.sliding import window_losses, without_memory
+from txl.evaluation.sliding import WINDOWS, window_losses
+from txl.evaluation.stream import Settings, check_ids, nll_step, without_gradients
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
 
 _logger = logging.getLogger(__name__)
 _LN2 = math.log(2)
-_LONGEST_PATH = 4096
-"""Most characters of a text that may be the path of a file instead."""
+_LONGEST_PATH = 4096  # characters of a text that may be the path of a file instead
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+# Columns of the table that `txl score` writes.
 COLUMNS = (
     "index", "start", "end", "word", "token", "unknown", "surprisal", "word_surprisal", "memory", "context",
 )  # fmt: skip
-"""Columns of the table that `txl score` writes."""
-_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
-_WINDOWS = 16
-"""Number of windows that a sliding evaluation computes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +113,28 @@ def surprisals(
     """
     if segment is None:
         segment = min(128, model.context or 128)
-    for name, length in (("segment", segment), ("sliding", sliding)):
-        if length is not None and length < 1:
-            raise UserError(f"{name} is {length}; expected 1 token or more")
-    if dtype not in ("float32", "bfloat16"):
-        raise UserError(field="dtype", value=dtype, expected="float32 or bfloat16")
-    validate_temperature(temperature)
-    if model.context is not None and (sliding or segment) > model.context:
-        raise UserError(
-            f"{'segment' if sliding is None else 'sliding'} is {sliding or segment}, but this model reads at most "
-            f"{model.context} tokens at once (model.max_segment)"
-        )
+    name, length = ("segment", segment) if sliding is None else ("sliding", sliding)
+    if length < 1:
+        raise UserError(field=name, value=length, expected="1 token or more")
+    if model.context is not None and length > model.context:
+        most = f"at most {model.context}, the most tokens that this model reads at once (model.max_segment)"
+        raise UserError(field=name, value=length, expected=most)
     if prompt and isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
-        raise UserError("this vocabulary marks the beginning of every sentence, the first too; leave the prompt out")
+        raise UserError(
+            "this vocabulary marks the beginning of every sentence, the first too", remedy="leave the prompt out"
+        )
+    if sliding is None:
+        settings = Settings(segment, mem_len, window, clamp_len, 1, dtype=dtype, temperature=temperature)
+    else:
+        settings = Settings(sliding, 0, "none", clamp_len, WINDOWS, dtype=dtype, temperature=temperature)
     before = (
         [LocatedToken(int(token), -1, -1, None, False, b"") for token in vocabulary.encode(prompt)] if prompt else []
     )
     tokens = chain(before, _not_empty(_located(text, vocabulary, normalise)))
-    reader = _Reader(evaluation_view(model), dtype, temperature)
-    if sliding is not None:
-        return _with_words(_rows(reader.slide(tokens, sliding, without_memory(model, clamp_len)), vocabulary))
-    state = model.init_state(1, mem_len=mem_len, window=same_length(mem_len, window), clamp_len=clamp_len)
-    return _with_words(_rows(reader.read(tokens, state, segment), vocabulary))
+    view = evaluation_view(model)
+    state = settings.init_state(view, 1)
+    read = _read if sliding is None else _slide
+    return _with_words(_rows(read(view, tokens, state, settings), vocabulary))
 
 
 def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bool | None) -> Iterator[LocatedToken]:
@@ -162,7 +159,7 @@ def _checked(path: Path, blocks: Iterator[bytes]) -> Iterator[bytes]:
 def _not_empty(tokens: Iterator[LocatedToken]) -> Iterator[LocatedToken]:
     first = next(tokens, None)
     if first is None:
-        raise UserError("the text is empty; expected some text")
+        raise UserError("the text is empty", expected="some text")
     yield first
     yield from tokens
 
@@ -177,111 +174,87 @@ class _Scored:
     context: int
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Scores a stream of tokens, segment by segment."""
+# Gradients are disabled segment by segment, not around the loops: the caller's code runs between two rows.
 
-    model: LanguageModel
-    dtype: str
-    temperature: float
 
-    def read(self, tokens: Iterable[LocatedToken], state: State, segment: int) -> Iterator[_Scored]:
-        """Score tokens as `txl.evaluate` does with one lane."""
-        tokens = iter(tokens)
-        last = next(tokens)
-        yield _Scored(last, None, 0, 0)
-        n_read = 0
-        while targets := list(islice(tokens, segment)):
-            seen = self._seen(state, len(targets), n_read)
-            losses, state = self._nll([last.id, *(token.id for token in targets[:-1])], targets, state)
-            for token, loss, (memory, context) in zip(targets, losses, seen, strict=True):
-                yield _Scored(token, loss, memory, context)
-            last, n_read = targets[-1], n_read + len(targets)
+def _read(view: LanguageModel, tokens: Iterator[LocatedToken], state: State, settings: Settings) -> Iterator[_Scored]:
+    """Score tokens as `txl.evaluate` does with one lane."""
+    device, step = next(view.parameters()).device, nll_step(view, settings.temperature)
+    last = next(tokens)
+    yield _Scored(last, None, 0, 0)
+    n_read = 0
+    while targets := list(islice(tokens, settings.segment)):
+        seen = _seen(state, len(targets), n_read)
+        ids = torch.tensor([[last.id, *(token.id for token in targets)]])
+        check_ids(ids, view.vocab_size)
+        ids = ids.to(device)
+        with without_gradients(device, settings.dtype):
+            nll, state = step(ids[:, :-1], ids[:, 1:], state, torch.ones_like(ids[:, 1:], dtype=torch.bool))
+        for token, loss, (memory, context) in zip(targets, nll[0].double().tolist(), seen, strict=True):
+            yield _Scored(token, loss, memory, context)
+        last, n_read = targets[-1], n_read + len(targets)
 
-    def slide(self, tokens: Iterable[LocatedToken], context: int, empty: State) -> Iterator[_Scored]:
-        """Score tokens as `txl.evaluate_sliding` does: the first `context` targets have fewer tokens before them."""
-        tokens = iter(tokens)
-        first = list(islice(tokens, context + 1))
-        yield _Scored(first[0], None, 0, 0)
-        ids = [token.id for token in first]
-        if len(first) > 1:
-            losses, _ = self._nll(ids[:-1], first[1:], empty)
-            for place, loss in enumerate(losses):
-                yield _Scored(first[place + 1], loss, 0, place + 1)
-        while targets := list(islice(tokens, 4 * _WINDOWS)):
-            ids = ids[-context:] + [token.id for token in targets]
-            check_ids(torch.tensor(ids), self.model.vocab_size)
-            places = np.arange(context, len(ids))
-            with torch.no_grad(), self._autocast():
-                read = np.array(ids, dtype=np.int64)
-                windows = window_losses(
-                    self.model, read, context, places, _WINDOWS, empty, temperature=self.temperature
-                )
-                losses = torch.cat(list(windows)).tolist()
-            for token, loss in zip(targets, losses, strict=True):
-                yield _Scored(token, loss, 0, context)
 
-    def _nll(self, inputs: list[int], targets: list[LocatedToken], state: State) -> tuple[list[float], State]:
-        read = torch.tensor([inputs])
-        wanted = torch.tensor([[token.id for token in targets]])
-        for ids in (read, wanted):
-            check_ids(ids, self.model.vocab_size)
-        device = next(self.model.parameters()).device
-        with torch.no_grad(), self._autocast():
-            nll, state = self.model.nll_at(read.to(device), wanted.to(device), state, self.temperature)
-        return nll[0].double().tolist(), state
+def _slide(view: LanguageModel, tokens: Iterator[LocatedToken], empty: State, settings: Settings) -> Iterator[_Scored]:
+    """Score tokens as `txl.evaluate_sliding` does: the first `context` targets have fewer tokens before them."""
+    device, context = next(view.parameters()).device, settings.segment
+    first = next(tokens)
+    yield _Scored(first, None, 0, 0)
+    ids, n_most = [first.id], context  # the first `context` targets share one window
+    while targets := list(islice(tokens, n_most)):
+        ids = ids[-context:] + [token.id for token in targets]
+        check_ids(torch.tensor(ids), view.vocab_size)
+        places = np.arange(len(ids) - len(targets), len(ids))
+        with without_gradients(device, settings.dtype):
+            windows = window_losses(view, np.array(ids, dtype=np.int64), places, [context], settings, empty)
+            losses = torch.cat([losses for _, losses, _ in windows]).tolist()
+        for token, loss, place in zip(targets, losses, places.tolist(), strict=True):
+            yield _Scored(token, loss, 0, min(place, context))
+        n_most = 4 * WINDOWS
 
-    def _autocast(self) -> torch.autocast:
-        device = next(self.model.parameters()).device
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-    def _seen(self, state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
-        """Return the numbers of memory positions and of all tokens that each prediction of the next segment sees."""
-        if state.length is None:
-            return [(0, n_read + place + 1) for place in range(n_token)]
-        window = math.inf if state.lengths.window is None else state.lengths.window
-        keys = [int(min(window, state.length + place + 1)) for place in range(n_token)]
-        return [(max(0, each - place - 1), each) for place, each in enumerate(keys)]
+def _seen(state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
+    """Return the numbers of memory positions and of all tokens that each prediction of the next segment sees."""
+    if state.length is None:  # a recurrent state has no positions: it may hold something of every token
+        return [(0, n_read + place + 1) for place in range(n_token)]
+    window = math.inf if state.lengths.window is None else state.lengths.window
+    keys = [int(min(window, state.length + place + 1)) for place in range(n_token)]
+    return [(max(0, count - place - 1), count) for place, count in enumerate(keys)]
 
 
 def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[TokenSurprisal, bool]]:
     """Yield rows without word sums, each with True if the token holds more than white space."""
-    index = 0
-    for each in scored:
-        token = each.token
-        if token.start < 0:
-            continue  # a token of the prompt
-        if each.nll is not None and not math.isfinite(each.nll):
+    of_text = (item for item in scored if item.token.start >= 0)  # not those of the prompt
+    for index, item in enumerate(of_text):
+        token, nll = item.token, item.nll
+        if nll is not None and not math.isfinite(nll):
             raise UserError(
-                f"the loss of token {index} is {each.nll}, not a finite number; the model's weights are damaged: use "
-                f"another checkpoint"
+                f"the loss of token {index} is {nll}, not a finite number: the model's weights are damaged",
+                remedy="use another checkpoint",
             )
         unknown = vocabulary.unk_id is not None and token.id == vocabulary.unk_id
-        bits = None if each.nll is None else each.nll / _LN2
+        bits = None if nll is None else nll / _LN2
         row = TokenSurprisal(
-            index, token.start, token.end, token.word, token.text, unknown, bits, None, each.memory, each.context
+            index, token.start, token.end, token.word, token.text, unknown, bits, None, item.memory, item.context
         )
         yield row, token.is_text
-        index += 1
 
 
 def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSurprisal]:
     """Yield rows, with the surprisal of each word added at the word's last token."""
-    held: TokenSurprisal | None = None
-    total: float | None = 0.0
-    has_text = False
-    for row, is_text in rows:
-        if held is not None:
-            if row.word != held.word:
-                yield replace(held, word_surprisal=total if has_text else None)
-                total, has_text = 0.0, False
-            else:
-                yield held
-        held = row
-        total = None if total is None or row.surprisal is None else total + row.surprisal
-        has_text |= is_text and row.word is not None
-    if held is not None:
-        yield replace(held, word_surprisal=total if has_text else None)
+    for word, members in groupby(rows, key=lambda pair: pair[0].word):
+        # One row is held back, so that a word, which may be a whole text, is never in memory at once.
+        last: TokenSurprisal | None = None
+        total: float | None = 0.0
+        has_text = False
+        for row, is_text in members:
+            if last is not None:
+                yield last
+            last = row
+            total = None if total is None or row.surprisal is None else total + row.surprisal
+            has_text |= is_text and word is not None
+        assert last is not None
+        yield replace(last, word_surprisal=total if has_text else None)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from txl.errors import UserError
-from txl.evaluation.perplexity import EvaluationResult
+from txl.evaluation.stream import EvaluationResult
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
 from txl.training.display import Reading

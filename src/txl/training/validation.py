@@ -7,7 +7,8 @@ from collections.abc import Callable
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
 from txl.errors import UserError
-from txl.evaluation.perplexity import EvaluationResult, Lanes, evaluate
+from txl.evaluation.perplexity import evaluate_with
+from txl.evaluation.stream import EvaluationResult, Lanes, Settings
 from txl.models.language_model import LanguageModel
 from txl.training.parallel import TrainedModel
 
@@ -54,15 +55,12 @@ def evaluate_in_training(
             raise ValidationStopped
 
     with trained.whole():
-        return evaluate(
-            model,
-            corpus.tokens("valid"),
+        settings = Settings(
             segment=segment,
             mem_len=run.model.mem_len + train.segment - segment,
             window=run.model.window or "none",
             batch_size=run.validation_lanes,
             max_tokens=train.eval_tokens,
             dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
-            progress=progress,
-            processes=trained.processes,
         )
+        return evaluate_with(model, corpus.tokens("valid"), settings, progress, trained.processes)

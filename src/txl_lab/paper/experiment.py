@@ -19,7 +19,9 @@ from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.streams import training_stream
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
-from txl.evaluation.cache_tuning import measure_cache
+from txl.evaluation.cache_tuning import tune_cache_with
+from txl.evaluation.perplexity import evaluate_with
+from txl.evaluation.stream import Settings
 from txl.files import JsonObject
 from txl.reporting.wording import short_name
 from txl.runs.directory import RunDirectory
@@ -287,25 +289,24 @@ class RowModels:
         directory = RunDirectory(folder.run(base, seed))
         model, run = directory.load(device=self.experiment.device)[0], directory.config()
         self.experiment.say(f"tuning a continuous cache over {base.key}")
-        found = measure_cache(
-            model,
-            self.corpus.tokens("valid"),
-            self.corpus.tokens("test"),
+        settings = Settings(
             segment=run.eval.segment,
             temperature=run.eval.temperature,
             **run.eval.lengths.options(),
             batch_size=1,  # the cache of a lane holds no tokens of other lanes
             max_tokens=self.experiment.scale.eval_tokens,
         )
+        tuned, test = tune_cache_with(model, self.corpus.tokens("valid"), settings), self.corpus.tokens("test")
+        without, with_cache = (evaluate_with(reader, test, settings) for reader in (model, tuned.around(model)))
         run.name = f"{definition.experiment_name}-{row.key}"  # the name in this row's own configuration
         return {name: stored[name] for name in ("rates", "steps") if name in stored} | {
-            "quality": quality(found.with_cache.nll, self.corpus.unit),
+            "quality": quality(with_cache.nll, self.corpus.unit),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "config": run.to_dict(),
             "cache": {
-                "tuning": dataclasses.asdict(found.tuning) | {"split": "valid", "at_edge": found.tuning.at_edge},
-                "without": found.without.to_dict(),
-                "with": found.with_cache.to_dict(),
+                "tuning": dataclasses.asdict(tuned) | {"split": "valid", "at_edge": tuned.at_edge},
+                "without": without.to_dict(),
+                "with": with_cache.to_dict(),
             },
         }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from txl.config import RunConfig
 from txl.data.prepared import Tokens
-from txl.evaluation.perplexity import EvaluationResult, Settings, evaluate
+from txl.evaluation.perplexity import evaluate_with
 from txl.evaluation.sliding import evaluate_sliding
+from txl.evaluation.stream import EvaluationResult, Settings
 from txl.models.family import FamilyModel
 
 WINDOWS = 64
@@ -23,10 +26,8 @@ def loss_at(
     """
     if not run.model.carries_state:
         return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
-    lengths: Settings = {"mem_len": 0} if run.model.constant_state else {"mem_len": length, "window": length}
-    if run.eval.clamp_len is not None:
-        lengths["clamp_len"] = run.eval.clamp_len
-    return loss_as_tested(model, run, tokens, lengths, max_tokens)
+    mem_len = 0 if run.model.constant_state else length
+    return loss_as_tested(model, run, tokens, Settings(mem_len=mem_len, clamp_len=run.eval.clamp_len), max_tokens)
 
 
 def loss_as_tested(
@@ -37,16 +38,15 @@ def loss_as_tested(
     If only part of the split is read, it is read in one lane. Several lanes would each begin with an empty memory, and
     in short lanes a long memory would never fill, whereas a sliding window always has its full length.
     """
-    return evaluate(
-        model,
-        tokens,
+    settings = replace(
+        lengths,
         segment=run.eval.segment,
         batch_size=run.eval.batch_size if max_tokens is None else 1,
         max_tokens=max_tokens,
         exhaustive=True,
         temperature=run.eval.temperature,
-        **lengths,
     )
+    return evaluate_with(model, tokens, settings)
 
 
 def described(run: RunConfig, length: int) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from txl.analysis.attention_record import analyse_attention
+from txl.analysis.average_attention import AttentionPlan
 from txl.analysis.samples import Plan, make_samples
 from txl.config import RunConfig, TransformerXLConfig, model_from_dict
 from txl.data.corpora import Corpus
@@ -19,6 +20,7 @@ from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.evaluation.effective_context import effective_context, spread_targets
 from txl.evaluation.sliding import losses_at_contexts, sliding_losses
+from txl.evaluation.stream import Settings
 from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.presets import find_preset
@@ -337,16 +339,21 @@ class AttentionFigures(ModelMeasurement):
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
         """Make the figures, and return the names of their files."""
+        tested = trained.run.eval
+        settings = Settings(
+            segment=tested.segment,
+            batch_size=tested.batch_size,
+            max_tokens=scale.eval_tokens,
+            **tested.lengths.options(),
+        )
         record = analyse_attention(
             trained.model,
             trained.vocabulary,
             trained.corpus,
-            split=self.split,
+            self.split,
+            settings,
+            AttentionPlan(),
             checkpoint=trained.checkpoint,
-            lengths=trained.run.eval.lengths,
-            segment=trained.run.eval.segment,
-            most_lanes=trained.run.eval.batch_size,
-            max_tokens=scale.eval_tokens,
         )
         return {"files": write_attention(record, trained.made, str(trained.directory))}
 

@@ -1,0 +1,376 @@
+"""The evaluation stream: the one loop that reads a text in lanes, segment by segment, and sums the losses.
+
+The protocol is the authors': the token stream is cut into B contiguous lanes of equal length (the remainder is
+dropped); each lane starts with empty memory; its first token is never a target; the last, short segment counts by its
+length; the loss is the mean over targets in nats. With `exhaustive`, neighbouring lanes overlap by one token: every
+token except the first of the stream is a target, and nothing is dropped.
+
+`Settings` says how a text is read, a `Step` what happens to each segment of it, and `read_lanes` does the rest:
+
+    with evaluation_mode(model, settings.dtype) as view:
+        result = read_lanes(view, tokens, settings, nll_step(view, settings.temperature))
+
+Shapes: B lanes, T tokens of a segment.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import islice, pairwise
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+
+from txl.config import Lengths, Limit, same_length, validate_temperature
+from txl.data.prepared import Tokens
+from txl.errors import UserError
+from txl.files import JsonObject
+from txl.models.language_model import LanguageModel, State
+from txl.models.structure import ModuleT, evaluation_view
+from txl.processes import Processes
+from txl.runs.events import EvaluationFigures
+
+TokenIds = Tokens | ArrayLike  # a split's tokens, or any one-dimensional array, tensor or list of token ids
+Progress = Callable[[int, int], None]  # receives the number of targets scored so far and their total number
+# A visitor of the stream: receives tokens and targets of a segment on the model's device, the state before them, and
+# the mask of targets that count; returns the loss of each target in nats, and the next state.
+Step = Callable[
+    [Int64[Tensor, "B T"], Int64[Tensor, "B T"], State, Bool[Tensor, "B T"]], tuple[Float[Tensor, "B T"], State]
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a text is read: the one value that all evaluations share."""
+
+    segment: int = 128
+    """Number of tokens T of each lane in one step."""
+    mem_len: int | None = None
+    """Number of memory positions; None: the model's configuration."""
+    window: Limit = None
+    """Number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), as the authors'
+    `same_length`, otherwise the model's configuration. "none": all keys in memory and segment."""
+    clamp_len: Limit = None
+    """Largest distance that the model tells apart; None: the model's configuration; "none": no clamp."""
+    batch_size: int = 10
+    """Number of lanes B."""
+    max_tokens: int | None = None
+    """Number of tokens to read from the beginning of the stream; None: all."""
+    exhaustive: bool = False
+    """True: also score the targets that the lanes would drop."""
+    dtype: str = "float32"
+    """"float32" (the dtype of the weights), or "bfloat16" for autocast."""
+    temperature: float = 1.0
+    """Softmax temperature X: probabilities are proportional to p^(1/X)."""
+
+    def __post_init__(self) -> None:
+        for name in ("segment", "batch_size"):
+            if getattr(self, name) < 1:
+                raise UserError(field=name, value=getattr(self, name), expected="1 or more")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(field="dtype", value=self.dtype, expected="float32 or bfloat16")
+        validate_temperature(self.temperature)
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise UserError(field="max_tokens", value=self.max_tokens, expected="2 tokens or more")
+
+    def init_state(self, model: LanguageModel, n_lane: int) -> State:
+        """Return empty memory of these lengths for `n_lane` lanes."""
+        window = same_length(self.mem_len, self.window)
+        return model.init_state(n_lane, mem_len=self.mem_len, window=window, clamp_len=self.clamp_len)
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """The result of an evaluation, and its settings."""
+
+    nll: float
+    """Mean negative log-likelihood, in nats per token."""
+    tokens: int
+    """Number of targets scored, each exactly once."""
+    dropped: int
+    """Number of targets of the split that were not scored (the first token of the split is no target)."""
+    bytes_per_token: float | None
+    """Mean number of text bytes per token read; None if the text is not known."""
+    seconds: float
+    segment: int
+    mem_len: int
+    window: int | None
+    clamp_len: int | None
+    batch_size: int
+    exhaustive: bool
+    dtype: str
+    temperature: float
+    sliding: bool = False
+    """True: each target was predicted from its own window of `segment` tokens (`evaluate_sliding`)."""
+    cache_size: int | None = None
+    """Number of pairs in a continuous cache (`txl.ContinuousCache`); like theta and lambda, None without a cache."""
+    cache_theta: float | None = None
+    cache_lambda: float | None = None
+    unknown: int | None = None
+    """Number of tokens read that are `<unk>`; None if the vocabulary is not known."""
+    dynamic: JsonObject | None = None
+    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None if the weights were fixed."""
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity per token: exp of the mean loss."""
+        return math.exp(self.nll) if self.nll < 700 else math.inf
+
+    @property
+    def bpc(self) -> float:
+        """Bits per token; bits per character or per byte if a token is a character or a byte."""
+        return self.nll / math.log(2)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """Bits per byte of text: mean bits per token divided by mean bytes per token of the text read.
+
+        With <unk> in the vocabulary, the value is a lower bound, as it lacks the cost of spelling out unknown words.
+        """
+        return None if self.bytes_per_token is None else self.bpc / self.bytes_per_token
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Number of targets scored per second."""
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> EvaluationFigures:
+        """Return all figures and settings, ready for JSON."""
+        derived = ("ppl", "bpc", "bits_per_byte", "tokens_per_second")
+        return cast("EvaluationFigures", asdict(self) | {name: getattr(self, name) for name in derived})
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The division of a token stream into lanes: lane b scores tokens first[b] to end[b] - 1."""
+
+    first: tuple[int, ...]
+    end: tuple[int, ...]
+    longest: int = 0
+    """Number of targets in the longest lane of all processes."""
+
+    @classmethod
+    def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
+        """Divide a stream of `n_token` tokens into lanes."""
+        length = n_token // batch_size
+        if length < 2:
+            raise UserError(
+                f"{n_token} tokens in {batch_size} lanes leave {length} a lane",
+                expected="2 a lane, one to read and one to predict",
+                remedy="use fewer lanes or more text",
+            )
+        if exhaustive:
+            # Token 0 has nothing before it. The others are divided as evenly as possible: a lane begins by reading the
+            # last target of the lane before.
+            edges = [1 + (n_token - 1) * lane // batch_size for lane in range(batch_size + 1)]
+            return cls(tuple(edges[:-1]), tuple(edges[1:]), max(end - first for first, end in pairwise(edges)))
+        starts = [lane * length for lane in range(batch_size)]
+        return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
+
+    def share(self, processes: Processes) -> Lanes:
+        """Return the lanes of this process. All processes get equally many lanes; some lanes may have no target."""
+        missing = -len(self.first) % processes.count
+        padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
+        mine = processes.share(len(padded.first))
+        return Lanes(padded.first[mine.start : mine.stop], padded.end[mine.start : mine.stop], self.longest)
+
+    @property
+    def n_target(self) -> int:
+        """Number of targets in all lanes."""
+        return sum(self.end) - sum(self.first)
+
+    def segments(
+        self, ids: np.ndarray, segment: int
+    ) -> Iterator[tuple[Int64[Tensor, "B T"], Int64[Tensor, "B T"], Bool[Tensor, "B T"]]]:
+        """Yield inputs, targets and the mask of targets that count (lanes may differ in length by one token)."""
+        for start in range(0, self.longest, segment):
+            width = min(segment, self.longest - start)
+            block = np.zeros((len(self.first), width + 1), dtype=np.int64)
+            counted = np.zeros((len(self.first), width), dtype=bool)
+            for lane, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
+                stop = min(first + start + width, end)
+                read = ids[first + start - 1 : stop]
+                block[lane, : len(read)] = read
+                counted[lane, : max(0, len(read) - 1)] = True
+            both = torch.from_numpy(block)
+            yield both[:, :-1], both[:, 1:], torch.from_numpy(counted)
+
+
+def read_lanes(
+    model: LanguageModel,
+    tokens: TokenIds,
+    settings: Settings,
+    step: Step,
+    *,
+    segments: int | None = None,
+    progress: Progress | None = None,
+    processes: Processes = Processes(),  # noqa: B008 (a value)
+) -> EvaluationResult:
+    """Read a text in lanes, and return the mean of the losses that a step computes.
+
+    Every evaluation in lanes is a step of this loop: fixed weights (`evaluate`), weights that adapt, a grid of caches,
+    sums of squared gradients, attention.
+
+    Args:
+        model: model that reads, in the mode in which the step uses it; it makes the state of the lanes.
+        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        settings: lanes, segments, lengths, and the number of tokens to read.
+        step: function that reads a segment; the sum of its losses is the result's.
+        segments: number of segments of each lane to read; None: all.
+        progress: called with the number of this process's targets scored so far and their total number.
+        processes: processes that read together, each a part of the lanes; all processes return the whole result.
+    """
+    start = time.perf_counter()
+    ids = checked_ids(tokens, settings.max_tokens)
+    lanes = Lanes.cut(len(ids), settings.batch_size, settings.exhaustive).share(processes)
+    state = settings.init_state(model, len(lanes.first))
+    lengths, device = state.lengths, next(model.parameters()).device
+
+    def losses() -> Iterator[tuple[Tensor, int]]:
+        nonlocal state
+        for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
+            check_ids(inputs, model.vocab_size)
+            check_ids(targets, model.vocab_size)
+            # The targets that count are counted on the CPU, because counting them on a GPU would wait for it.
+            mask = counted.to(device)
+            # All segments but the last have one shape: a step that is recorded and replayed belongs into this call.
+            nll, state = step(inputs.to(device), targets.to(device), state, mask)
+            yield nll.double().masked_fill(~mask, 0.0), int(counted.sum())
+
+    n_target = lanes.n_target
+    if segments is not None:
+        n_target = min(n_target, segments * settings.segment * settings.batch_size)
+    total = processes.sum(*sum_losses(losses(), n_target, progress))
+    return result_of(model, tokens, settings, lengths, total, time.perf_counter() - start)
+
+
+def sum_losses(
+    losses: Iterable[tuple[Float[Tensor, " ..."], int]], n_target: int, progress: Progress | None = None
+) -> tuple[float, int]:
+    """Return the sum of losses in nats, and the number of targets.
+
+    Args:
+        losses: losses of some targets at a time, and their number.
+        n_target: total number of targets, for `progress`.
+        progress: called with the number of targets summed so far and their total number.
+    """
+    total, done = torch.zeros((), dtype=torch.float64), 0
+    for nll, count in losses:
+        # In float64, because a float32 sum of 2^24 nats no longer grows by 1. The sum stays on the device: reading it
+        # would wait for a GPU in every step.
+        total = total.to(nll.device) + nll.double().sum()
+        done += count
+        if progress is not None:
+            progress(done, n_target)
+    return total.item(), done
+
+
+def result_of(
+    model: LanguageModel,
+    tokens: TokenIds,
+    settings: Settings,
+    lengths: Lengths,
+    total: tuple[float, float] | list[float],
+    seconds: float,
+) -> EvaluationResult:
+    """Return the result of an evaluation.
+
+    Args:
+        model, tokens, settings: what was read, and how.
+        lengths: memory length, window and clamp of the state.
+        total: sum of the losses in nats, and number of targets.
+        seconds: time of the evaluation.
+    """
+    ids = np.asarray(tokens)[: settings.max_tokens]
+    unknown = None
+    if isinstance(tokens, Tokens):
+        unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
+    # The sums are divided once, at the end: a mean of means would weight the last, short segment like a full one.
+    return EvaluationResult(
+        nll=total[0] / total[1],
+        tokens=int(total[1]),
+        dropped=len(ids) - 1 - int(total[1]),
+        bytes_per_token=bytes_per_token(tokens, len(ids)),
+        seconds=seconds,
+        segment=settings.segment,
+        batch_size=settings.batch_size,
+        exhaustive=settings.exhaustive,
+        dtype=_arithmetic(model, settings.dtype),
+        temperature=settings.temperature,
+        unknown=unknown,
+        **asdict(lengths),
+        **model.cache_settings,
+    )
+
+
+def nll_step(model: LanguageModel, temperature: float) -> Step:
+    """Return the step that scores each target with the weights of a model, as they are."""
+
+    def step(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
+        return model.nll_at(inputs, targets, state, temperature)
+
+    return step
+
+
+def checked_ids(tokens: TokenIds, max_tokens: int | None) -> np.ndarray:
+    """Return the first `max_tokens` ids of `tokens`, one-dimensional whole numbers."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1:
+        raise UserError(f"tokens have shape {list(ids.shape)}", expected="one dimension")
+    if ids.dtype.kind not in "iu" and len(ids):
+        raise UserError(f"tokens are {ids.dtype}", expected="whole numbers, as the vocabulary encodes them")
+    return ids[:max_tokens]
+
+
+def check_ids(ids: Tensor, vocab_size: int) -> None:
+    """Refuse token ids that are not in the vocabulary; on a GPU they would fail later, without a message."""
+    lowest, highest = int(ids.min()), int(ids.max())
+    if lowest < 0 or highest >= vocab_size:
+        raise UserError(
+            f"the tokens hold id {lowest if lowest < 0 else highest}, the model's vocabulary ends at {vocab_size - 1}",
+            remedy="encode the text with the model's own vocabulary",
+        )
+
+
+@contextmanager
+def evaluation_mode(model: ModuleT, dtype: str = "float32") -> Iterator[ModuleT]:
+    """Yield a view of the model without dropout, with gradients disabled; the mode of the model itself is unchanged.
+
+    Args:
+        model: any module with weights.
+        dtype: "float32", or "bfloat16" for autocast inside.
+    """
+    with without_gradients(next(model.parameters()).device, dtype):
+        yield evaluation_view(model)
+
+
+@contextmanager
+def without_gradients(device: torch.device, dtype: str) -> Iterator[None]:
+    """Disable gradients within the block, and compute products in `dtype`."""
+    # Not inference mode: autocast keeps converted weights only if they could have gradients, and would convert every
+    # weight at every use.
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
+        yield
+
+
+def _arithmetic(model: nn.Module, dtype: str) -> str:
+    """Return the dtype of a model's products for `evaluation_mode`: bfloat16 in autocast, else that of the weights."""
+    return dtype if dtype == "bfloat16" else str(next(model.parameters()).dtype).removeprefix("torch.")
+
+
+def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
+    """Return the mean number of text bytes per token of the first `n_read` tokens; None if the text is not known."""
+    if not isinstance(tokens, Tokens) or not tokens.n_bytes:
+        return None
+    if n_read == len(tokens) or tokens.n_bytes == len(tokens):
+        return tokens.n_bytes / len(tokens)
+    part = tokens.bytes_of_first(n_read)
+    return part / n_read if part else None
