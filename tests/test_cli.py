@@ -21,6 +21,7 @@ from txl.data.corpora import absolute_path
 from txl.data.user_text import find_files
 from txl.data.vocabulary import CharVocabulary, WordVocabulary
 from txl.errors import UserError
+from txl.evaluation import perplexity
 from txl.runs.directory import RunDirectory
 
 
@@ -196,15 +197,15 @@ def test_a_stop_string_with_a_backslash_and_an_n_is_noted(trained, capsys, stop,
 
 
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(trained, tmp_path, data_dir, monkeypatch, capsys):
-    run, seen, evaluate = RunDirectory(shutil.copytree(trained, tmp_path / "run")), [], txl.evaluate
+    run, seen, evaluate = RunDirectory(shutil.copytree(trained, tmp_path / "run")), [], perplexity.evaluate_with
 
-    def interrupted(*arguments, mem_len, **settings):
+    def interrupted(model, tokens, settings, *more):
         if seen:
             raise KeyboardInterrupt
-        seen.append(mem_len)
-        return evaluate(*arguments, mem_len=mem_len, **settings)
+        seen.append(settings.mem_len)
+        return evaluate(model, tokens, settings, *more)
 
-    monkeypatch.setattr("txl.evaluation.perplexity.evaluate", interrupted)
+    monkeypatch.setattr(perplexity, "evaluate_with", interrupted)
     words = ["eval", str(run.path), "--data-dir", str(data_dir), "--mem-lens"]
     assert main([*words, "4,8"]) == 130
     assert "stopped after 1 of 2 memory lengths" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
         (["--heads", "1:0"], "there is no head 1:0"),
         (["--layers", "9"], "there is no layer 9"),
         (["--checkpoint", "77"], "checkpoint is 77, but "),
-        (["--tokens", "1"], "--tokens is 1"),
+        (["--tokens", "1"], "tokens is 1"),
         (["--far", "999"], "--far is 999; expected 1 to"),
         (["--out", "FILE"], ": a file; expected a folder"),
         (["--out", "FILE/below"], "cannot be written (Not a directory)"),
@@ -103,7 +103,7 @@ def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
 )
 def test_refusals_are_one_line_and_come_before_averaging(run, data_dir, tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "FILE").write_text("")
-    monkeypatch.setattr("txl.evaluation.perplexity.Lanes.segments", None)  # called first when a text is read
+    monkeypatch.setattr("txl.evaluation.stream.Lanes.segments", None)  # called first when a text is read
     assert attention(run, data_dir, *[word.replace("FILE", str(tmp_path / "FILE")) for word in words]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("txl: error")]
     assert message in line

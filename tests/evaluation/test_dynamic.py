@@ -16,7 +16,7 @@ from torch import nn
 import txl
 from txl.data.prepared import Tokens
 from txl.evaluation.dynamic import adapted_parameters
-from txl.evaluation.perplexity import Lanes
+from txl.evaluation.stream import Lanes
 
 SEGMENT = 5
 STREAM = np.random.default_rng(3).integers(V, size=38)

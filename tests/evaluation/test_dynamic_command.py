@@ -90,15 +90,14 @@ def test_a_run_whose_attention_cannot_train_here_adapts_by_another(run, data_dir
 
 
 def test_a_tuning_that_diverges_on_the_test_split_is_recorded(run, data_dir, capsys, monkeypatch):
-    from txl.evaluation import dynamic_tuning
+    from txl.evaluation import dynamic, dynamic_tuning  # tuning keeps the real function
 
-    real = dynamic_tuning.evaluate_dynamically
+    real = dynamic_tuning.adapt_with
 
-    def diverges_there(model, tokens, *given, **settings):
-        result = real(model, tokens, *given, **settings)
-        return dataclasses.replace(result, nll=math.nan) if settings.get("max_tokens") == 600 else result
+    def diverges(*given):
+        return dataclasses.replace(real(*given), nll=math.nan)
 
-    monkeypatch.setattr(dynamic_tuning, "evaluate_dynamically", diverges_there)
+    monkeypatch.setattr(dynamic, "adapt_with", diverges)
     words = ["dynamic", str(run), "--tune-tokens", "400", *QUICK, "--data-dir", str(data_dir)]
     assert main([*words, "--learning-rates", "1e-4", "--decays", "0"]) == 2
     assert "use a smaller --learning-rates" in capsys.readouterr().err
@@ -165,7 +164,7 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
         ([*RMS, "--mem-lens", "8,16"], "--dynamic and --mem-lens were both given"),
         ([*RMS, "--dynamic-statistics-segments", "0"], "segments for gradient statistics are 0"),
         ([*RMS, "--dynamic-statistics-batch", "0"], "batch is 0"),
-        ([*RMS, "--batch", "0"], "batch is 0"),
+        ([*RMS, "--batch", "0"], "batch_size is 0"),
         ([*SGD, "--dynamic-epsilon", "0.1"], "--dynamic-epsilon was given, but sgd"),
         ([*SGD, "--dynamic-decay", "-1"], "decay of the adaptation is -1.0"),
         ([*SGD[:-1], "1e30"], "the weights diverged while adapting"),

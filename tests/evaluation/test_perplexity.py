@@ -18,7 +18,8 @@ import txl
 from txl.config import DataConfig, TransformerXLConfig, VanillaConfig
 from txl.data.prepared import Tokens
 from txl.errors import UserError
-from txl.evaluation.perplexity import Lanes, evaluate, evaluate_memory_lengths
+from txl.evaluation.perplexity import evaluate, evaluate_memory_lengths
+from txl.evaluation.stream import Lanes
 from txl.models import build_model
 from txl.models.language_model import LanguageModel
 from txl.models.vanilla import NoMemory
@@ -250,7 +251,7 @@ def test_tokens_of_another_vocabulary_are_refused(model):
     ("settings", "message"),
     [
         ({"segment": 0}, "segment is 0"),
-        ({"batch_size": 0}, "batch is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"batch_size": 40}, "60 tokens in 40 lanes leave 1 a lane"),
         ({"mem_len": -1}, "mem_len is -1"),
         ({"mem_len": 3, "window": 9}, "window 9 needs at least 8 positions"),

@@ -203,7 +203,7 @@ def test_an_edge_of_the_grid_is_told():
         ({"dtype": "float8"}, "dtype is float8; expected float32 or bfloat16"),
         ({"max_tokens": -5}, "max_tokens is -5; expected 2"),
         ({"temperature": 0.0}, "temperature is 0.0"),
-        ({"batch_size": 0}, "batch is 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
     ],
 )
 def test_what_cannot_be_tuned(settings, message):

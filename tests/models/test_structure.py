@@ -18,6 +18,7 @@ import txl
 from txl.analysis.average_attention import average_attention
 from txl.config import ModelConfig, RecurrentConfig, VanillaConfig
 from txl.data.vocabulary import CharVocabulary
+from txl.evaluation.stream import Settings
 from txl.models import build_model
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
@@ -53,8 +54,10 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "generate_tokens, PyTorch": lambda model: tokens_of(model, compile=False),
 }
 ATTENTION: dict[str, Callable[[Any], Any]] = {
-    "attention": lambda model: average_attention(model, IDS, segment=5, batch_size=2).weights.tolist(),
-    "attention, token by token": lambda model: average_attention(model, IDS, segment=1, batch_size=2).weights.tolist(),
+    "attention": lambda model: average_attention(model, IDS, Settings(5, batch_size=2)).weights.tolist(),
+    "attention, token by token": lambda model: average_attention(
+        model, IDS, Settings(1, batch_size=2)
+    ).weights.tolist(),
 }
 
 
