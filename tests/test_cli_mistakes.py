@@ -171,8 +171,8 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
     ("words", "expected"),
     [
         (["eval", "RUN", "--mem-len", "-1"], "--mem-len is -1"),
-        (["eval", "RUN", "--segment", "0"], "--segment is 0"),
-        (["eval", "RUN", "--batch", "0"], "--batch is 0"),
+        (["eval", "RUN", "--segment", "0"], "--segment: expected 1 or more"),
+        (["eval", "RUN", "--batch", "0"], "--batch: expected 1 or more"),
         (["eval", "RUN", "--mem-len", "4", "--window", "9"], "window 9 needs at least 8"),
         (["report", "RUN", "--out", ""], "-o/--out: expected a path or name, found ''"),
         (["report", "RUN", "--out", "/"], "--out /: a folder; expected the name of another file"),
