@@ -120,9 +120,6 @@ def _speaks_in_options(path: Path) -> bool:
 
 
 TO_CONVERT = {
-    "txl.analysis.attention_record",
-    "txl.analysis.average_attention",
-    "txl.analysis.samples",
     "txl.attention.backends",
     "txl.attention.refused",
     "txl.compression.coder",
@@ -132,8 +129,6 @@ TO_CONVERT = {
     "txl.data.prepare",
     "txl.data.prepared",
     "txl.data.public",
-    "txl.evaluation.surprisal",
-    "txl.generation.text",
     "txl.interop.conversion",
     "txl.interop.export_run",
     "txl.interop.import_run",

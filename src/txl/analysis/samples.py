@@ -15,7 +15,7 @@ from txl.data.detokenise import Convention, text_decoder
 from txl.data.prepared import Tokens
 from txl.data.streams import shuffled
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject
 from txl.generation.text import Sampling, generate_tokens, undrawable
 from txl.models.language_model import LanguageModel
@@ -41,8 +41,8 @@ def draw_contexts(
     if total < length:
         split = getattr(tokens, "split", "token stream")
         raise UserError(
-            f"a context and its continuation are {length:,} tokens, but the {split} split has only {total:,}; "
-            f"lower --context or --max-tokens"
+            f"a context and its continuation are {length:,} tokens, but the {split} split has only {total:,}",
+            remedy=("lower ", Field("context"), " or ", Field("max_tokens")),
         )
     possible = total - length + 1
     starts = _line_starts(np.asarray(tokens[:possible]), _line_ends(vocabulary))
@@ -50,8 +50,8 @@ def draw_contexts(
         starts = np.arange(possible)
     if len(starts) < count:
         raise UserError(
-            f"{count:,} different contexts do not fit: with {length:,} tokens each there are {possible:,}; lower "
-            f"--count"
+            f"{count:,} different contexts do not fit: with {length:,} tokens each there are {possible:,}",
+            remedy=("lower ", Field("count")),
         )
     order = starts[shuffled(len(starts), seed, 0)].tolist()
     taken: list[int] = []

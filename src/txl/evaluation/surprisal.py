@@ -296,13 +296,13 @@ def line_end_note(total: TextTotals, has_mark: bool, normalise: bool, kind: str)
     """
     if normalise:
         told = normalised_note("the text", int(has_mark), total.line_ends)
-        return None if told is None else f"{told} (--no-normalise reads it as it is)"
+        return None if told is None else f"{told} (normalise false reads it as it is)"
     has_mark = has_mark and (kind == "bpe" or total.first_unknown)
     if kind == "byte" or not (has_mark or total.returns):
         return None
     parts = ["a byte order mark"] * has_mark
     parts += [f"{total.returns:,} \\r that the vocabulary lacks"] * (total.returns > 0)
-    return f"the text has {' and '.join(parts)}; --normalise reads it without"
+    return f"the text has {' and '.join(parts)}; normalise true reads it without"
 
 
 def tsv_line(row: TokenSurprisal) -> str:

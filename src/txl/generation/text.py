@@ -255,8 +255,8 @@ def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, "
     """Return a prompt's token ids, after checking that the prompt is not empty."""
     if vocabulary is None:
         raise UserError(
-            "this model has no vocabulary, so it cannot read or print text; import it again with --vocabulary FILE, "
-            "or in Python give token ids to txl.generate_tokens"
+            "this model has no vocabulary, so it cannot read or print text",
+            remedy="import it again with its vocabulary, or in Python give token ids to txl.generate_tokens",
         )
     if not prompt:
         raise UserError("the prompt is empty; give at least one character to continue from")

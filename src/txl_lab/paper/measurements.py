@@ -83,7 +83,9 @@ class Quality(ModelMeasurement):
         length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
         say(f"test split, {described(run, length)}")
         if run.model.carries_state:
-            result = loss_as_tested(trained.model, run, tokens, {**run.eval.lengths.options()}, scale.eval_tokens)
+            result = loss_as_tested(
+                trained.model, run, tokens, Settings(**run.eval.lengths.options()), scale.eval_tokens
+            )
         else:
             result = loss_at(trained.model, run, tokens, length, scale.eval_tokens)
         return {"quality": quality(result.nll, trained.corpus.unit), "test": result.to_dict()}
