@@ -89,7 +89,9 @@ def test_a_text_of_windows_is_scored_as_that_of_unix_and_that_is_said(unit, runs
     assert f"without a byte order mark and with \\n for {ends} line ends \\r\\n" in told["windows"]
     assert "byte order mark" not in told["unix"]
     assert "byte order mark" in told["raw"]
-    assert (f"{ends:,} \\r that the vocabulary lacks; normalise true reads it without" in told["raw"]) == (unit == "char")
+    assert (f"{ends:,} \\r that the vocabulary lacks; normalise true reads it without" in told["raw"]) == (
+        unit == "char"
+    )
 
 
 def test_scores_say_how_much_is_unknown_and_what_that_does(runs, text, capsys):
