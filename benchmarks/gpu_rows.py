@@ -38,12 +38,12 @@ from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.runs.directory import RunDirectory
 from txl.training import building, compilation, loop
-from txl.training.budget import peak_bytes, ranked_tokens
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 from txl.training.trainer import Trainer
 from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.budget import peak_bytes, ranked_tokens
 from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 from txl_lab.speed.table9 import slowdown
 
@@ -120,7 +120,7 @@ def imitate_recording() -> None:
     Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
     for module in (compilation, building):
         module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
-    loop.looks_later = lambda setup, state: True
+    loop.reads_later = lambda setup, state: True
 
 
 def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
@@ -208,15 +208,16 @@ class TrainingCase:
         seconds = seconds_each(self.step, bench.steps, bench.device)
         train = self.run.train
         count = operations(self.model, self.text, train.segment, transformer_xl_of(self.run).lengths().capacity)
-        if not self._made.updated:
-            raise RuntimeError(f"the loss is {self._made.loss}, the gradient's norm {self._made.grad_norm}")
+        result = self._made.result()
+        if not result.updated:
+            raise RuntimeError(f"the loss is {result.loss}, the gradient's norm {result.grad_norm}")
         return {
             "batch_size": train.batch_size,
             "segment": train.segment,
             "step_seconds": seconds,
             "tokens_per_second": train.batch_size * train.segment / seconds,
             "operations_per_second": count / seconds,
-            "loss": self._made.loss,
+            "loss": result.loss,
             # The allocator does not count what a recorded step keeps.
             "peak_bytes": torch.cuda.max_memory_allocated() if cuda and not train.capture else None,
         }

@@ -142,6 +142,7 @@ TO_CONVERT = {
     "txl.serving.service",
     "txl.training.building",
     "txl.training.compilation",
+    "txl.training.ending",
     "txl.training.estimate",
     "txl.training.recovery",
     "txl.training.run_log",

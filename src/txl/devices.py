@@ -45,34 +45,6 @@ def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-class Late:
-    """Numbers that a device computes; the program waits for the device only when the numbers are read.
-
-    Args:
-        numbers: tensor of one dimension; later changes to the tensor have no effect.
-    """
-
-    def __init__(self, numbers: Tensor):
-        numbers = numbers.detach()
-        self._read: list[float] | None = None
-        self._done: torch.cuda.Event | None = None
-        if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
-        else:
-            self._numbers = numbers.clone()
-
-    def read(self) -> list[float]:
-        """Return the numbers, after waiting for the GPU if a GPU computes the numbers."""
-        if self._read is None:
-            if self._done is not None:
-                self._done.synchronize()
-            self._read = self._numbers.tolist()
-        return self._read
-
-
 def seed_generators(seed: int, device: str) -> None:
     """Seed the random numbers of the CPU, and also of the GPUs if the device is a GPU."""
     if device.startswith("cuda"):

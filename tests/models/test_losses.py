@@ -127,8 +127,8 @@ def test_a_step_says_how_many_targets_counted(parts):
     states = [model.init_state(B // parts) for _ in range(parts)]
     expected, _ = model.nll(tokens, targets, model.init_state(B))
     result = training_step(model, optimizer, StepInputs(tokens, targets, states), TrainConfig(loss="half"))
-    assert result.targets == B * 4
-    assert result.loss == pytest.approx(expected[:, 3:].mean().item(), abs=1e-12)
+    assert result.n_target == B * 4
+    assert result.result().loss == pytest.approx(expected[:, 3:].mean().item(), abs=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["full", "half"])

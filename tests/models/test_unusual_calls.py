@@ -20,14 +20,13 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
-from txl.config import RecurrentConfig, TrainConfig, TransformerXLConfig
+from txl.config import RecurrentConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.layers import Linear
 from txl.models.memory import StreamBuffers
 from txl.models.recurrent import LSTMLayer
-from txl.training.budget import peak_bytes
-from txl.training.optimisers import build_optimizer
+from txl_lab.speed.budget import peak_bytes
 
 V = 20
 SHAPE: dict[str, Any] = {"n_layer": 2, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 32, "mem_len": 8}
@@ -197,21 +196,6 @@ def test_a_recurrent_state_is_reset_lane_by_lane():
     model = build_model(RecurrentConfig(kind="lstm", n_layer=1, d_model=16), V)
     with pytest.raises(ValueError, match="one entry for each lane"):
         model.init_state(4).reset(torch.tensor([True]))
-
-
-def test_muon_is_copied_and_takes_more_parameters():
-    model = tiny()
-    optimizer = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
-    for each in model.parameters():
-        each.grad = torch.ones_like(each)
-    optimizer.step()
-    for again in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        again.step()
-    more = torch.nn.Parameter(torch.zeros(3))
-    optimizer.add_param_group({"params": [more]})
-    more.grad = torch.ones(3)
-    optimizer.step()
-    assert more.tolist() == pytest.approx([-0.01] * 3)
 
 
 def test_generators_of_gpus_are_left_alone_by_a_cpu(monkeypatch):

@@ -34,7 +34,7 @@ def test_a_text_that_has_changed_is_not_taken_for_the_training_text(story: Path,
 
     assert is_trained_on(run, read(str(text), whole=True))
     tokens = training_tokens(run, run.vocabulary(), read(str(other)), **places)
-    assert len(tokens) == run.trained_on()["splits"]["train"]["tokens"]
+    assert len(tokens) == run.log().trained_on["splits"]["train"]["tokens"]
     text.write_bytes(story.read_bytes() + b"and one line more\n")
     assert not is_trained_on(run, read(str(text), whole=True))
     with pytest.raises(UserError, match=r"my\.txt is not the text that .* was trained on, which is needed here"):

@@ -126,8 +126,10 @@ def test_before_an_average_begins_a_run_is_as_without_one(story, data_dir, tmp_p
     assert_same_end(tmp_path / "with", tmp_path / "without")
 
 
-@pytest.mark.parametrize("step", [2, 5, 6, 9])
-@pytest.mark.parametrize("begins", [{"train.average_from": "5"}, {"train.average_patience": "1"}])
+@pytest.mark.parametrize(
+    ("step", "begins"),
+    [(5, {"train.average_from": "5"}), (2, {"train.average_patience": "1"}), (9, {"train.average_patience": "1"})],
+)
 def test_a_stopped_run_goes_on_averaging_exactly(step, begins, story, data_dir, tmp_path, monkeypatch):
     # At this learning rate the validation loss soon rises.
     run = small_run(str(story), **{"train.eval_every": "1", "train.learning_rate": "1", "train.clip": "0"} | begins)

@@ -22,10 +22,10 @@ from txl.native import build
 from txl.presets import preset
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training.budget import peak_bytes
 from txl.training.estimate import estimate
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl_lab.speed.budget import peak_bytes
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
@@ -154,8 +154,8 @@ def test_a_step_in_parts_is_the_step_and_counts_its_targets():
         states = [model.init_state(B // parts) for _ in range(parts)]
         inputs = StepInputs(tokens, targets, states, lengths=(7, 7))
         result = training_step(model, optimizer, inputs, config)
-        assert result.targets == B * (4 + 4)
-        weights.append([result.loss, *(each.detach() for each in model.parameters())])
+        assert result.n_target == B * (4 + 4)
+        weights.append([result.result().loss, *(each.detach() for each in model.parameters())])
     assert weights[0][0] == pytest.approx(weights[1][0], abs=1e-12)
     for one, other in zip(weights[0][1:], weights[1][1:], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
@@ -193,7 +193,7 @@ def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path
     taken, real = [], loop_module.training_step
 
     def noted(trained, optimizer, inputs, *rest):
-        taken.append((inputs.tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        taken.append((inputs.tokens.shape[1], optimizer.groups[0].rate))
         return real(trained, optimizer, inputs, *rest)
 
     monkeypatch.setattr(loop_module, "training_step", noted)

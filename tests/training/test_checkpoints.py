@@ -13,7 +13,10 @@ from tests.training.test_trainer import assert_same_end, train
 
 import txl
 from txl.errors import UserError
+from txl.files import file_sha256
+from txl.runs import checkpoints
 from txl.runs.directory import RunDirectory
+from txl.training.saver import newest_good
 from txl.training.trainer import Trainer
 
 
@@ -28,12 +31,9 @@ def test_old_checkpoints_go_the_best_and_the_newest_stay(story, data_dir, tmp_pa
     "name", ["model.safetensors", "training_state.safetensors", "training_state.json", "manifest.json"]
 )
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gone_on_from(
-    name, damage, trained, story, data_dir, tmp_path, capsys
-):
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    path = RunDirectory(copy).checkpoint("latest") / name
+def test_the_checkpoint_before_a_damaged_one_is_the_newest_good_one(name, damage, trained, tmp_path):
+    run = RunDirectory(shutil.copytree(trained, tmp_path / "copy"))
+    path = run.checkpoint("latest") / name
     content = bytearray(path.read_bytes())
     if damage == "truncated":
         path.write_bytes(content[: len(content) // 2])
@@ -44,14 +44,34 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_gone_on_from(
         path.write_bytes(content)
     if name in ("model.safetensors", "manifest.json"):
         with pytest.raises(UserError, match=r"step-00000012"):
-            txl.load(copy, checkpoint="latest")
+            run.load(run.checkpoint("latest"))
+    checkpoint, refused = newest_good(run, run.log().run_id)
+    assert checkpoint is not None
+    assert checkpoint.path.name == "step-00000008"
+    assert "step-00000012" in refused[0]
+    assert (run.checkpoints / "refused-step-00000012").is_dir()
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(trained, story, data_dir, tmp_path, capsys):
+    copy = shutil.copytree(trained, tmp_path / "copy")
+    (RunDirectory(copy).checkpoint("latest") / "training_state.json").write_text("{}")
     Trainer(small_run(str(story)), copy, data_dir=data_dir).fit()
-    said = capsys.readouterr().err
-    assert "going on from step 8" in said
-    assert "step-00000012" in said
-    assert "set aside as refused-step-00000012" in said
-    assert (copy / "checkpoints" / "refused-step-00000012").is_dir()
+    printed = capsys.readouterr().err
+    assert "going on from step 8" in printed
+    assert "set aside as refused-step-00000012" in printed
     assert_same_end(copy, trained)
+
+
+def test_each_file_of_a_checkpoint_is_hashed_once_when_a_run_goes_on(trained, story, data_dir, tmp_path, monkeypatch):
+    copy, hashed = shutil.copytree(trained, tmp_path / "copy"), []
+
+    def noted(path):
+        hashed.append(path.name)
+        return file_sha256(path)
+
+    monkeypatch.setattr(checkpoints, "file_sha256", noted)
+    train(small_run(str(story)), copy, data_dir)
+    assert sorted(set(hashed) - {"vocabulary.json"}) == sorted(name for name in hashed if name != "vocabulary.json")
 
 
 def test_a_run_without_any_good_checkpoint_is_refused_and_left_as_it_is(trained, story, data_dir, tmp_path):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_same_end, stop_after, train, train_until
 
 import txl
 from txl.cli import main
@@ -132,31 +132,12 @@ def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tm
     assert attentions(tmp_path / "run") == ["shifted", "shifted"]
 
 
-def test_a_run_of_before_goes_on_with_shifted(story, data_dir, tmp_path, monkeypatch):
-    """Logs of older versions name no attention backend; such runs used `shifted`, the only backend at that time."""
-    run = small_run(str(story), **{"model.attention": "fastest"})
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    log = tmp_path / "run" / "log.jsonl"
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    begun_with = events[0].pop("attention")
-    log.write_text("".join(json.dumps(event) + "\n" for event in events))
-    train(run, tmp_path / "run", data_dir)
-    assert begun_with == ("compiled" if build.why_not() is None else "shifted")
-    assert attentions(tmp_path / "run") == [None, "shifted"]
-
-
 @pytest.mark.skipif(build.why_not() is not None, reason=f"needs the compiled library: {build.why_not()}")
 def test_a_run_with_compiled_attention_does_not_go_on_without_it(story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **{"model.attention": "fastest"})
     train(run, tmp_path / "whole", data_dir)
     for _ in range(2):
-        with monkeypatch.context() as patch:
-            stop_after(patch, 4)
-            with pytest.raises(RunInterrupted):
-                train(run, tmp_path / "run", data_dir)
+        train_until(4, monkeypatch, run, tmp_path / "run", data_dir)
         with (
             monkeypatch.context() as patch,
             pytest.raises(

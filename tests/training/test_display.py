@@ -15,9 +15,10 @@ from tests.training.test_guards import events
 from tests.training.test_trainer import stop_after, train
 
 from txl.errors import RunInterrupted, UserError
-from txl.training.display import Display, Reading
+from txl.training.display import Display
+from txl.training.pace import StepFigures
 
-READING = Reading(
+FIGURES = StepFigures(
     step=40, loss=math.log(2), tokens_per_second=12345.6, learning_rate=2.5e-4, grad_norm=0.5, seconds_left=3723.4,
     tokens=40_000, tokens_read=40_000, elapsed=3.3,
 )  # fmt: skip
@@ -26,8 +27,8 @@ READING = Reading(
 def test_plain_lines_go_to_standard_error(capsys):
     with Display("demo", "byte", 100, quiet=False) as display:
         display.message("[weights] of a/b")
-        display.show(READING)
-        display.line(READING)
+        display.show(FIGURES)
+        display.line(FIGURES)
         display.valid(40, math.log(4), 5000, is_best=True)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -41,8 +42,8 @@ def test_plain_lines_go_to_standard_error(capsys):
 def test_quiet_says_nothing(capsys):
     with Display("demo", "byte", 100, quiet=True) as display:
         display.message("text")
-        display.show(READING)
-        display.line(READING)
+        display.show(FIGURES)
+        display.line(FIGURES)
         display.valid(40, 1.0, 5, is_best=False)
     captured = capsys.readouterr()
     assert captured.out == captured.err == ""
@@ -50,10 +51,11 @@ def test_quiet_says_nothing(capsys):
 
 def test_a_terminal_gets_a_live_panel():
     program = textwrap.dedent("""
-        from txl.training.display import Display, Reading
+        from txl.training.display import Display
+        from txl.training.pace import StepFigures
         with Display("[demo]", "word", 100, quiet=False) as display:
             display.message("a [note]")
-            display.show(Reading(40, 1.0, 5000.0, 0.001, 0.25, 61.0, 9, 9, 3.0))
+            display.show(StepFigures(40, 1.0, 5000.0, 0.001, 0.25, 61.0, 9, 9, 3.0))
             display.valid(40, 2.0, 5, is_best=False)
     """)
     controller, terminal = pty.openpty()

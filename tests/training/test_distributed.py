@@ -25,13 +25,13 @@ from txl.training.loop import _emptied
 from txl.training.trainer import Trainer, _check_processes
 
 EXACT = {
-    "train.steps": "100",
+    "train.steps": "40",
     "train.batch_size": "8",
     "train.dtype": "float64",
     "train.learning_rate": "0.0003",
     "train.log_every": "1",
-    "train.eval_every": "50",
-    "train.checkpoint_every": "20",
+    "train.eval_every": "20",
+    "train.checkpoint_every": "8",
     "eval.batch_size": "3",
     "model.dropout": "0",
     "model.dropatt": "0",
@@ -124,8 +124,6 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (2, {}),
-        (2, {"train.parallel": "fsdp"}),
         (4, {"train.micro_batches": "2"}),
         (2, {"train.parallel": "fsdp", "train.micro_batches": "2"}),
     ],
@@ -139,7 +137,7 @@ def test_several_processes_compute_what_one_does(processes, options, alone, stor
         assert (one - other).abs().max() < 1e-9, name
     events = RunDirectory(tmp_path / "run").events()
     assert [each["event"] for each in events].count("start") == 1  # only one process writes the log
-    assert done.stderr.count("done: step 100") == 1  # and only one prints
+    assert done.stderr.count("done: step 40") == 1  # and only one prints
 
 
 @pytest.mark.parametrize(
@@ -210,22 +208,15 @@ def test_with_muon_two_processes_compute_what_one_does(story, data_dir, tmp_path
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
 
 
-def test_in_float32_several_processes_stay_within_rounding(story, data_dir, tmp_path):
-    options = EXACT | {"train.steps": "30", "train.dtype": "float32"}
-    Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
-    assert launch(tmp_path / "two", story, data_dir, 2, options).returncode == 0
-    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-5)
-
-
 @pytest.mark.parametrize(
     ("first", "then"),
-    [((2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp")), ((2, "fsdp"), (4, "fsdp")), ((4, "fsdp"), (1, "ddp"))],
+    [((2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp")), ((4, "fsdp"), (1, "ddp"))],
 )
 def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
     before = command(out, story, data_dir, EXACT | {"train.parallel": first[1]})
     processes = forking.start(before, tmp_path / "errors", first[0])
-    wait_for_step(out, 45, lambda: all(each.is_alive() for each in processes))
+    wait_for_step(out, 18, lambda: all(each.is_alive() for each in processes))
     forking.kill(processes)
     done = launch(out, story, data_dir, then[0], EXACT | {"train.parallel": then[1]})
     assert done.returncode == 0, done.stderr
@@ -236,7 +227,7 @@ def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, stor
 def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
     process = torchrun(out, story, data_dir, EXACT)
-    wait_for_step(out, 25, lambda: process.poll() is None)
+    wait_for_step(out, 10, lambda: process.poll() is None)
     os.kill(_process_of_rank(1, out), signal.SIGKILL)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)
@@ -248,11 +239,11 @@ def test_a_process_that_dies_ends_the_run_and_the_next_start_goes_on(alone, stor
     assert_same_numbers(out, alone, 1e-9)
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("sent", [signal.SIGUSR1])
 def test_a_signal_saves_in_all_processes_alike(sent, alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
     process = torchrun(out, story, data_dir, EXACT, "--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGUSR1")
-    wait_for_step(out, 25, lambda: process.poll() is None)
+    wait_for_step(out, 10, lambda: process.poll() is None)
     process.send_signal(sent)
     began = time.monotonic()
     _, errors = process.communicate(timeout=60)

@@ -12,7 +12,7 @@ from txl.config import RunConfig
 from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl.training import saver
-from txl.training.display import Pace
+from txl.training.pace import Pace
 from txl.training.schedule import learning_rate
 
 

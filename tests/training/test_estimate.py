@@ -75,7 +75,6 @@ CASES = {
         "model.mem_len": "600",
         "train.batch_size": "8",
     },
-    "two parts": {"model.d_inner": "512", "train.batch_size": "24", "train.micro_batches": "2"},
     "pre-norm, long memory": {
         "model.d_inner": "256",
         "model.pre_norm": "true",
@@ -91,15 +90,18 @@ CASES = {
         "train.batch_size": "8",
         "train.dtype": "bfloat16",
     },
-    "bfloat16": {"model.d_inner": "1024", "train.batch_size": "8", "train.dtype": "bfloat16"},
-    "float64": {"model.d_inner": "512", "train.batch_size": "8", "train.dtype": "float64"},
+    "two parts, float64": {
+        "model.d_inner": "512",
+        "train.batch_size": "12",
+        "train.micro_batches": "2",
+        "train.dtype": "float64",
+    },
     "locked dropout": {
         "model.d_inner": "1024",
         "model.locked_dropout": "true",
         "model.dropout_qkv": "0.1",
         "train.batch_size": "16",
     },
-    "dropout of queries, keys and values": {"model.dropout_qkv": "0.1", "train.batch_size": "8"},
     "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
     "vanilla, dropout inside the feed-forward alone": {
         "model.encoding": "learned",
@@ -122,9 +124,6 @@ RECURRENT_CASES = {
     "awd-lstm": {"model.kind": "lstm", "model.weight_drop": "0.5", "model.locked_dropout": "true"},
     "mixture": {"model.kind": "lstm", "model.n_softmax": "4", "model.d_last": "192"},
     "qrnn, wide kernels": {"model.kind": "qrnn", "model.kernel_sizes": "4", "model.weight_drop": "0.1"},
-    "plain SGD": {
-        "model.kind": "lstm", "model.d_hidden": "1024", "train.batch_size": "4", "train.optimizer": "sgd",
-    },
     "SGD with momentum": {
         "model.kind": "lstm", "model.d_hidden": "1024", "train.batch_size": "4", "train.optimizer": "sgd",
         "train.momentum": "0.9",

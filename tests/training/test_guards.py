@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_same_end, stop_after, train, train_until
 
 from txl.cli import main
 from txl.errors import RunInterrupted, TrainingDiverged, UserError
@@ -22,9 +22,10 @@ from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training import loop as loop_module
 from txl.training import recovery
-from txl.training.recovery import is_finite, uselessness
+from txl.training.ending import uselessness
+from txl.training.recovery import is_finite
 from txl.training.state import LossWatch
-from txl.training.step import StepResult
+from txl.training.step import StepOutput
 
 
 def events(out, name):
@@ -96,10 +97,7 @@ def test_the_log_of_a_run_that_skips_after_it_resumes_is_the_same(story, data_di
     with monkeypatch.context() as patch:
         spoil_gradients(patch, {6, 7})
         train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
+    train_until(5, monkeypatch, run, tmp_path / "run", data_dir)
     spoil_gradients(monkeypatch, {1, 2})
     train(run, tmp_path / "run", data_dir)
     norms = {name: [each["grad_norm"] for each in events(tmp_path / name, "train")] for name in ("whole", "run")}
@@ -198,12 +196,12 @@ def test_memory_that_is_not_finite_is_emptied(story, data_dir, tmp_path, monkeyp
         calls.append(1)
         result = real(*args)
         if len(calls) != 5:
-            assert result.updated
+            assert result.result().updated
             return result
         poisoned: list = [Memory.from_tensors(
             {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in state.to_tensors().items()}
         ) for state in result.states]  # fmt: skip
-        return StepResult(torch.tensor([math.nan, math.nan, 1.0]), torch.tensor(True), poisoned, result.targets)
+        return StepOutput(torch.tensor([math.nan, math.nan, 1.0]), torch.tensor(True), poisoned, result.n_target)
 
     monkeypatch.setattr(loop_module, "training_step", overflown)
     outcome = train(small_run(str(story)), tmp_path / "run", data_dir)
@@ -251,7 +249,7 @@ def leaping(monkeypatch):
             result = real(trained, optimizer, inputs, *args)
             if torch.equal(inputs.tokens, position_tokens):
                 numbers = result.numbers + torch.tensor([100.0, 0.0, 0.0], dtype=torch.float64)
-                return StepResult(numbers, result.skipped, result.states, result.targets)
+                return StepOutput(numbers, result.skipped, result.states, result.n_target)
             return result
 
         monkeypatch.setattr(loop_module, "training_step", leaping_step)
@@ -302,10 +300,7 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
         stop_after(patch, 6)
         with pytest.raises(RunInterrupted):
             train(run, tmp_path / "stopped", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "stopped", data_dir)
+    train_until(3, monkeypatch, run, tmp_path / "stopped", data_dir)
     train(run, tmp_path / "stopped", data_dir)
     assert_same_end(tmp_path / "stopped", tmp_path / "run")
 

@@ -53,8 +53,8 @@ def test_a_run_to_start_from_gives_its_configuration_unless_a_preset_is_named(
     expected = RunDirectory(trained).config()
     expected.train.steps = 2
     assert RunDirectory(out).config() == expected
-    assert (started := RunDirectory(out).started()) is not None
-    assert started.get("init_from") == str(trained)
+    assert (started := RunDirectory(out).log().started) is not None
+    assert started["init_from"] == str(trained)
     assert main(["train", "--out", str(out), *words]) == 0, "the same command continues the run"
     other = ["train", "stdlib-tiny", "--out", str(tmp_path / "other"), *words]
     assert main([*other, "--corpus", str(story)]) == 2

@@ -41,7 +41,7 @@ def test_an_emptied_lane_does_not_see_what_came_before(story, data_dir, tmp_path
                 states = [trained.model.init_state(each.batch_size) for each in inputs.states]
                 inputs = dataclasses.replace(inputs, states=states)
             result = real(trained, optimizer, inputs, *rest)
-            losses.setdefault(name, []).append(result.loss)
+            losses.setdefault(name, []).append(result.result().loss)
             return result
 
         monkeypatch.setattr(loop_module, "training_step", noted)

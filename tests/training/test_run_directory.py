@@ -25,14 +25,12 @@ from txl.errors import UserError
 from txl.runs import checkpoints
 from txl.runs.checkpoints import (
     Contents,
+    VerifiedCheckpoint,
     _own_sha256,
     checkpoint_names,
     prune,
-    read_state,
-    read_tensors,
     remove_later,
     remove_partial,
-    verify_file,
     write_checkpoint,
 )
 from txl.runs.directory import RunDirectory
@@ -179,19 +177,18 @@ def test_a_checkpoint_holds_tensors_and_numbers_and_a_manifest(tmp_path):
     manifest = json.loads((written / "manifest.json").read_text())
     assert {path.name for path in written.iterdir()} == {*manifest["files"], "manifest.json"}
     for name, record in manifest["files"].items():
-        verify_file(written, name)
         assert record["bytes"] == (written / name).stat().st_size
-    assert {key: value.tolist() for key, value in read_tensors(written, "model.safetensors").items()} == {
+    assert {key: value.tolist() for key, value in VerifiedCheckpoint(written).tensors("model.safetensors").items()} == {
         "a": [[0, 1, 2], [3, 4, 5]],
         "b": [],
     }
-    assert read_state(written) == {"step": 7}
+    assert VerifiedCheckpoint(written).state() == {"step": 7}
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, 7)
     written = write(tmp_path, 7, {"a": torch.ones(1)})
-    assert read_tensors(written, "model.safetensors").keys() == {"a"}
+    assert VerifiedCheckpoint(written).tensors("model.safetensors").keys() == {"a"}
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
@@ -313,7 +310,7 @@ def test_a_damaged_manifest_is_refused(damage, message, tmp_path):
     written = write(tmp_path, 7)
     damage(written / "manifest.json")
     with pytest.raises(UserError, match=message):
-        read_tensors(written, "model.safetensors")
+        VerifiedCheckpoint(written).tensors("model.safetensors")
 
 
 def test_weights_and_configuration_that_do_not_belong_together_are_refused(trained, tmp_path):

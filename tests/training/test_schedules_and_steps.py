@@ -27,7 +27,6 @@ from txl.training.optimisers import (
     build_optimizer,
     load_optimizer_tensors,
     optimizer_tensors,
-    set_learning_rate,
 )
 from txl.training.schedule import learning_rate
 from txl.training.step import StepInputs, training_step
@@ -250,7 +249,7 @@ def test_muon_orthogonalises_the_layers_matrices_one_by_one_and_adam_has_the_res
     random = torch.Generator().manual_seed(1)
     moments = {matrix: torch.zeros_like(model.get_parameter(matrix)).double() for matrix in expected}
     for number in range(2):
-        set_learning_rate(optimizer, 0.01)
+        optimizer.set_rate(0.01)
         before = {each: parameter.detach().double() for each, parameter in model.named_parameters()}
         gradients = {}
         for each, parameter in model.named_parameters():
@@ -304,17 +303,15 @@ def test_muon_is_pytorch_s_whatever_is_orthogonalised_at_once(most, in_bfloat16,
 def test_muon_orthogonalises_float64_weights_in_float64(on_gpu, monkeypatch):
     monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: True)
     model = model_for_muon("relative").double()
-    optimizer: Any = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
+    optimizer = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
     name = next(name for name, stacked in model.layer_matrices().items() if stacked == (1, 1))
     matrix = model.get_parameter(name)
     before, matrix.grad = matrix.detach().clone(), torch.randn(matrix.shape, dtype=torch.float64)
-    if on_gpu:
-        optimizer.found_inf = torch.tensor(0.0)
-    optimizer.step()
+    optimizer.skips_on_device = on_gpu
+    optimizer.step(torch.tensor(False))
     wide = matrix.grad if matrix.shape[0] <= matrix.shape[1] else matrix.grad.T
     # The first Nesterov momentum is a multiple of the gradient.
-    group = next(each for each in optimizer.param_groups if "ns_coefficients" in each)
-    move = optimisers.orthogonalised(wide[None], group["ns_coefficients"], group["ns_steps"], 0.0)[0]
+    move = optimisers.orthogonalised(wide[None])[0]
     move = move if wide is matrix.grad else move.T
     wanted = 0.01 * 0.2 * max(matrix.shape) ** 0.5 * move
     torch.testing.assert_close(before - matrix.detach(), wanted, rtol=1e-5, atol=1e-9)
@@ -328,15 +325,15 @@ def test_muon_on_a_gpu_updates_as_on_a_cpu_unless_its_flag_is_set(name, most, mo
     monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: False)
     train = TrainConfig(optimizer="muon", learning_rate=0.01, weight_decay=0.1)
     models = [model_for_muon(name) for _ in range(2)]
-    optimizers: list[Any] = [build_optimizer(model, train) for model in models]
+    optimizers = [build_optimizer(model, train) for model in models]
+    optimizers[1].skips_on_device = True
     random = torch.Generator().manual_seed(1)
     for skipped in (False, True, False):
         before = [each.clone() for each in (*models[1].parameters(), *momenta(optimizers[1]))]
         for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
             ours.grad = torch.randn(ours.shape, generator=random)
             theirs.grad = ours.grad * math.nan if skipped else ours.grad.clone()
-        optimizers[1].found_inf = torch.tensor(float(skipped))
-        optimizers[1].step()
+        optimizers[1].step(torch.tensor(skipped))
         if skipped:
             after = (*models[1].parameters(), *momenta(optimizers[1]))
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(after, before, strict=True))
@@ -346,7 +343,7 @@ def test_muon_on_a_gpu_updates_as_on_a_cpu_unless_its_flag_is_set(name, most, mo
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def momenta(optimizer: optimisers.Optimizer) -> list[torch.Tensor]:
     return [each["momentum_buffer"] for each in optimizer.state.values() if "momentum_buffer" in each]
 
 
@@ -364,7 +361,7 @@ def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
             assert kinds == {"momentum_buffer"}
             load_optimizer_tensors(optimizers[1], models[1], saved)
         for model, optimizer in zip(models[: 2 if number else 1], optimizers, strict=False):
-            set_learning_rate(optimizer, 0.02)
+            optimizer.set_rate(0.02)
             torch.manual_seed(number)  # for the weight dropout
             training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), train)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
@@ -379,7 +376,7 @@ def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
     model = small_model()
     optimizer = build_optimizer(model, TrainConfig(embedding_lr_factor=2.0, eps=1e-30, clip=0))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    set_learning_rate(optimizer, 0.01)
+    optimizer.set_rate(0.01)
     tokens = torch.randint(11, (2, 6))
     training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig(clip=0))
     for name, parameter in model.named_parameters():
@@ -403,7 +400,7 @@ def test_the_reported_loss_leaves_regularisers_out_but_the_update_does_not():
             training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
         )
         weights.append(model.get_parameter("layers.0.feed_forward.outer.weight").detach().clone())
-    assert results[0].loss == results[1].loss
+    assert results[0].result().loss == results[1].result().loss
     assert not torch.equal(*weights)
 
 
@@ -421,8 +418,9 @@ def test_parts_of_the_batch_with_their_own_memory_equal_the_whole(parts):
             for model, optimizer, state in zip(models, optimizers, states, strict=True)
         ]
         states = [result.states for result in results]
-        assert results[0].loss == pytest.approx(results[1].loss, abs=1e-12)
-        assert results[0].grad_norm == pytest.approx(results[1].grad_norm, abs=1e-10)
+        whole, in_parts = (result.result() for result in results)
+        assert whole.loss == pytest.approx(in_parts.loss, abs=1e-12)
+        assert whole.grad_norm == pytest.approx(in_parts.grad_norm, abs=1e-10)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
     whole = torch.cat([state.hidden[1] for state in states[1]])
@@ -434,9 +432,10 @@ def test_clipping_limits_the_gradient_but_reports_its_norm():
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.5)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = TrainConfig(clip=0.01, optimizer="sgd", learning_rate=1.0)
     tokens = torch.randint(11, (2, 6))
-    result = training_step(model, sgd, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig(clip=0.01))
+    inputs = StepInputs(tokens, tokens, [model.init_state(2)])
+    result = training_step(model, build_optimizer(model, config), inputs, config).result()
     moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.1
     assert moved == pytest.approx(0.01, rel=1e-3)
@@ -449,6 +448,6 @@ def test_an_update_that_is_not_finite_is_not_made():
     optimizer = build_optimizer(model, TrainConfig())
     tokens = torch.randint(11, (2, 6))
     result = training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
-    assert not result.updated
+    assert not result.result().updated
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if k != "softmax.bias")
     assert all(parameter.grad is None for parameter in model.parameters())

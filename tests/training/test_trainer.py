@@ -21,7 +21,7 @@ from tests.conftest import options_of, small_run
 import txl
 from txl.config import validate
 from txl.errors import STOP_SIGNALS, RunInterrupted, TrainingDiverged, UserError
-from txl.runs.checkpoints import verify_file
+from txl.runs.checkpoints import VerifiedCheckpoint
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training import saver as saver_module
@@ -48,6 +48,14 @@ def stop_after(monkeypatch, step: int) -> None:
     monkeypatch.setattr(loop_module, "training_step", counting)
 
 
+def train_until(step: int, monkeypatch, run, out: Path, data_dir: Path, **kwargs) -> None:
+    """Train, and stop by SIGINT in step `step`, counted from this call."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        with pytest.raises(RunInterrupted):
+            train(run, out, data_dir, **kwargs)
+
+
 def final_state(out: Path) -> dict[str, torch.Tensor]:
     checkpoint = RunDirectory(out).checkpoint("latest")
     return load_file(checkpoint / "model.safetensors") | load_file(checkpoint / "training_state.safetensors")
@@ -70,10 +78,7 @@ def assert_same_end(one: Path, other: Path) -> None:
 def assert_continues_exactly(run, tmp_path: Path, data_dir: Path, monkeypatch) -> None:
     """Check that a run that is stopped in its fifth step and resumed ends like a run that was never stopped."""
     train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
+    train_until(5, monkeypatch, run, tmp_path / "run", data_dir)
     train(run, tmp_path / "run", data_dir)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
@@ -83,8 +88,7 @@ def test_a_run_leaves_what_the_contract_says(trained):
     assert {"config.json", "vocabulary.json", "log.jsonl", "best", "latest", "checkpoints"} <= names
     assert (trained / "latest").read_text() == "step-00000012\n"
     checkpoint = trained / "checkpoints" / "step-00000012"
-    for name in ("model.safetensors", "training_state.safetensors", "training_state.json"):
-        verify_file(checkpoint, name)
+    VerifiedCheckpoint(checkpoint).verify()
     events = RunDirectory(trained).events()
     assert events[0]["event"] == "start"
     of_training = ("start", "train", "valid", "checkpoint", "end")  # other tests add measurements
@@ -127,7 +131,7 @@ def test_validation_sees_as_far_as_training(story, data_dir, tmp_path):
     assert valid["segment"] + valid["mem_len"] == 8 + 11
 
 
-@pytest.mark.parametrize("step", [1, 5, 6, 8, 11])
+@pytest.mark.parametrize("step", [1, 6, 11])
 def test_a_stopped_run_continues_exactly(step, story, data_dir, trained, tmp_path, monkeypatch):
     run = small_run(str(story))
     with monkeypatch.context() as patch:
@@ -260,7 +264,7 @@ def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir
     taken, real = [], loop_module.training_step
 
     def noted(trained, optimizer, inputs, *rest):
-        taken.append((inputs.tokens.shape[1], optimizer.param_groups[0]["lr"]))
+        taken.append((inputs.tokens.shape[1], optimizer.groups[0].rate))
         return real(trained, optimizer, inputs, *rest)
 
     monkeypatch.setattr(loop_module, "training_step", noted)
@@ -308,10 +312,7 @@ def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(
     run = small_run(str(story), **options)
     train(run, tmp_path / "whole", data_dir)
     for step in (13, 9):
-        with monkeypatch.context() as patch:
-            stop_after(patch, step)
-            with pytest.raises(RunInterrupted):
-                train(run, tmp_path / "parts", data_dir)
+        train_until(step, monkeypatch, run, tmp_path / "parts", data_dir)
     train(run, tmp_path / "parts", data_dir)
     position = json.loads((RunDirectory(tmp_path / "parts").checkpoint("latest") / "training_state.json").read_text())
     assert position["position"]["epoch"] >= 2
@@ -402,22 +403,9 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 
 
-def command(out: Path, story: Path, data_dir: Path, *more: str) -> list[str]:
-    run = small_run(str(story), **{"train.steps": "200"})
-    options = options_of(run)
-    return [
-        sys.executable,
-        "-m",
-        "txl",
-        "train",
-        "stdlib-tiny",
-        "--out",
-        str(out),
-        "--data-dir",
-        str(data_dir),
-        *options,
-        *more,
-    ]
+def command(out: Path, story: Path, data_dir: Path) -> list[str]:
+    words = [sys.executable, "-m", "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir)]
+    return [*words, *options_of(small_run(str(story), **{"train.steps": "200"}))]
 
 
 def wait_until_it_trains(process: subprocess.Popen, out: Path) -> None:
@@ -431,7 +419,7 @@ def assert_saved_when_stopped(out: Path, by: signal.Signals) -> None:
     assert (stop["reason"], (out / "latest").read_text()) == (by.name, f"step-{stop['step']:08d}\n")
 
 
-@pytest.mark.parametrize("sent", STOP_SIGNALS)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGUSR1])
 def test_the_command_stopped_by_a_signal_goes_on(sent, story, data_dir, tmp_path):
     out = tmp_path / "run"
     process = subprocess.Popen(command(out, story, data_dir), stderr=subprocess.PIPE, text=True)

@@ -165,7 +165,7 @@ def run_corpus(
     options = config_options(arguments)
     corpus = open_run_corpus(run, vocabulary, options, data_dir=arguments.data_dir, whole=whole, quiet=arguments.json)
     if not options and not is_trained_on(run, corpus):
-        if run.started() is None:
+        if run.log().started is None:
             say(f"note: the log of {run.path} does not say which text the model was trained on")
         else:
             say(f"note: {corpus.name} on this machine is not the text that this model was trained on")

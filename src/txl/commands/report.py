@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.reporting.wording import counted
     from txl.runs.directory import RunDirectory
 
-    _, torn = RunDirectory(directory).events_and_torn()
+    torn = RunDirectory(directory).log().torn
     if torn:
         say(f"note: {directory / 'log.jsonl'}: {counted(torn, 'line')} left out, torn by a crash or without all fields")
     path = write_report(

@@ -37,7 +37,7 @@ from txl.interop.huggingface_checkpoint import read_weights, stated_config
 from txl.interop.new_directory import write_directory
 from txl.interop.source import window_after
 from txl.native.sources import cpp_sources
-from txl.runs.checkpoints import MODEL_FILE, read_tensors, verify_belongs
+from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint
 from txl.runs.directory import RunDirectory
 
 FORMATS = ("huggingface", "safetensors")
@@ -69,9 +69,9 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     run = directory.config()
     if run.model.score_terms != "abcd":
         raise UserError(f"{path}: {run.model.chosen_by}; only Transformer-XL itself is exported")
-    chosen = directory.checkpoint(checkpoint)
-    verify_belongs(chosen, asdict(run.model), path / "vocabulary.json")
-    weights, vocabulary = read_tensors(chosen, MODEL_FILE), directory.vocabulary()
+    chosen = VerifiedCheckpoint(directory.checkpoint(checkpoint))
+    chosen.check_belongs(asdict(run.model), path / "vocabulary.json")
+    weights, vocabulary = chosen.tensors(MODEL_FILE), directory.vocabulary()
     fill = _fill_huggingface if kind == "huggingface" else _fill_safetensors
     return write_directory(out, lambda folder: fill(folder, run, weights, vocabulary))
 

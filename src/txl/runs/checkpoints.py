@@ -35,8 +35,7 @@ STATE_FILE = "training_state.json"
 MANIFEST_FILE = "manifest.json"
 _FORMAT = 2
 _PARTIAL = ".partial"
-_CHUNK = 1 << 20
-"""Bytes compared at a time."""
+_CHUNK = 1 << 20  # bytes compared at a time
 OTHERWISE = "use another checkpoint or restore it from a copy"
 
 
@@ -47,12 +46,11 @@ class Contents:
     weights: dict[str, Tensor]
     tensors: dict[str, Tensor]
     numbers: JsonObject
-    belongs: JsonObject = field(default_factory=dict)
-    """Configuration and vocabulary hash that the weights belong to (`weights_identity`)."""
+    belongs: JsonObject = field(default_factory=dict)  # what the weights belong to (`weights_identity`)
+    # Writes the tensors of all processes into a folder, and returns when all are written.
     write_shards: Callable[[Path], None] | None = None
-    """Function that writes the tensors of all processes into a folder, and returns when all are written."""
+    # Tells waiting processes, if `write_shards` was not called, that no shards will be written.
     give_up: Callable[[], None] | None = None
-    """Function that tells waiting processes, if `write_shards` was not called, that no shards will be written."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -62,8 +60,8 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoint_names(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, including damaged ones, oldest first."""
-    found = [each.name for each in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", each.name)]
-    return sorted((name for name in found if (folder / name).is_dir()), key=checkpoint_step)
+    names = [path.name for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name) and path.is_dir()]
+    return sorted(names, key=checkpoint_step)
 
 
 def checkpoint_step(name: str) -> int:
@@ -73,11 +71,19 @@ def checkpoint_step(name: str) -> int:
 
 def weights_identity(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
     """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
+    return {"model": _plain(model), "vocabulary_sha256": _sha256_if_there(vocabulary), "run": run_id}
+
+
+def _plain(value: JsonObject) -> JsonObject:
+    """Return values as JSON gives them back: lists for tuples."""
+    return json.loads(json.dumps(value))
+
+
+def _sha256_if_there(path: Path) -> str | None:
     try:
-        sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
+        return file_sha256(path) if path.exists() else None
     except OSError as error:
-        raise UserError(f"{vocabulary}: cannot be read ({error.strerror})") from None
-    return {"model": json.loads(json.dumps(model)), "vocabulary_sha256": sha256, "run": run_id}
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
@@ -101,16 +107,16 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         for name, tensors in ((MODEL_FILE, contents.weights), (STATE_TENSORS_FILE, contents.tensors)):
             _write_tensors(temporary / name, tensors)
         (temporary / STATE_FILE).write_text(json.dumps(contents.numbers, indent=1), encoding="utf-8")
-        written = sorted(each for each in temporary.rglob("*") if each.is_file())
         files = {
-            each.relative_to(temporary).as_posix(): {"bytes": each.stat().st_size, "sha256": file_sha256(each)}
-            for each in written
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+            for path in sorted(temporary.rglob("*"))
+            if path.is_file()
         }
         manifest = {"format": _FORMAT, "step": step, **contents.belongs, "files": files}
         manifest["sha256"] = _own_sha256(manifest)
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-        for each in (*temporary.rglob("*"), temporary):
-            sync(each)
+        for path in (*temporary.rglob("*"), temporary):
+            sync(path)
         _swap(temporary, final, folder / f".{final.name}.replaced{_PARTIAL}")
         sync(folder)
     except (OSError, SafetensorError) as error:
@@ -163,80 +169,103 @@ def remove_partial(folder: Path) -> None:
 
     If a replacement was interrupted between its two renames, the replaced checkpoint gets its name back.
     """
-    for each in folder.glob(f".step-*{_PARTIAL}"):
-        replaced = re.fullmatch(rf"\.(step-\d+)\.replaced{re.escape(_PARTIAL)}", each.name)
+    for path in folder.glob(f".step-*{_PARTIAL}"):
+        replaced = re.fullmatch(rf"\.(step-\d+)\.replaced{re.escape(_PARTIAL)}", path.name)
         if replaced and not (folder / replaced[1]).exists():
-            os.rename(each, folder / replaced[1])
+            os.rename(path, folder / replaced[1])
         else:
-            shutil.rmtree(each, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def read_tensors(checkpoint: Path, name: str) -> dict[str, Tensor]:
-    """Read the tensors of one file of a checkpoint, after comparing the file with the manifest.
-
-    Raises:
-        UserError: if the file is missing, truncated or altered, or weights are not finite.
-    """
-    import safetensors.torch
-
-    verify_file(checkpoint, name)
-    try:
-        tensors = safetensors.torch.load_file(checkpoint / name)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{checkpoint / name}: cannot be read ({error})") from None
-    if name == MODEL_FILE:
-        lost = [key for key, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
-        if lost:
-            raise UserError(
-                f"{checkpoint / name}: {lost[0]} holds numbers that are not finite: the training diverged; use another "
-                f"checkpoint"
-            )
-    return tensors
-
-
-def read_state(checkpoint: Path) -> JsonObject:
-    """Read the numbers of a checkpoint's training state, after comparing the file with the manifest."""
-    verify_file(checkpoint, STATE_FILE)
-    return _json_object(checkpoint / STATE_FILE)
-
-
-def verify_belongs(checkpoint: Path, model: JsonObject, vocabulary: Path) -> None:
-    """Check that the run still has the model configuration and vocabulary that the weights belong to."""
-    manifest, now = read_manifest(checkpoint), weights_identity(model, vocabulary)
-    known = manifest.get("vocabulary_sha256")
-    if known is not None and now["vocabulary_sha256"] is None:
-        raise UserError(f"{vocabulary}: missing; restore it from a copy")
-    if known is not None and known != now["vocabulary_sha256"]:
-        raise UserError(
-            f"{vocabulary}: altered: its sha256 is not the one it had when {checkpoint.name} was written; "
-            f"restore it from a copy"
-        )
-    written = manifest.get("model") or {}
-    for name, value in now["model"].items():
-        # The weights do not depend on the backend: backends differ only in rounding.
-        if name != "attention" and name in written and written[name] != value:
-            raise UserError(
-                f"{checkpoint.parent.parent / 'config.json'}: model.{name} is {value}, but {checkpoint.name} was "
-                f"written with {written[name]}; set it back"
-            )
-
-
-def verify_checkpoint(checkpoint: Path, run_id: str | None = None) -> None:
-    """Compare every file with the manifest.
+class VerifiedCheckpoint:
+    """A checkpoint whose files are compared with its manifest, each once, before they are used.
 
     Args:
-        checkpoint: directory of the checkpoint.
-        run_id: identifier of the run that is to continue from the checkpoint; None: unknown.
+        path: directory of the checkpoint.
 
     Raises:
-        UserError: if a file differs (the message names the first one), or the run or format is not the expected one.
+        UserError: by all methods, if a file is missing, truncated or altered; the message names the file.
     """
-    manifest = read_manifest(checkpoint)
-    if None not in (run_id, manifest.get("run")) and manifest["run"] != run_id:
-        raise UserError(f"{checkpoint}: a checkpoint of another run, which was copied here")
-    for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *manifest["files"])):
-        verify_file(checkpoint, name)
-    read_state(checkpoint)
+
+    def __init__(self, path: Path):
+        self.path, self.manifest = path, read_manifest(path)
+        self._verified: set[str] = set()
+
+    def verify(self, run_id: str | None = None) -> None:
+        """Compare every file with the manifest.
+
+        Args:
+            run_id: identifier of the run that is to continue from the checkpoint; None: unknown.
+        """
+        if None not in (run_id, self.manifest.get("run")) and self.manifest["run"] != run_id:
+            raise UserError(f"{self.path}: a checkpoint of another run, which was copied here")
+        for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *self.manifest["files"])):
+            self._verify_file(name)
+        self.state()
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Read the tensors of a file; weights must be finite."""
+        import safetensors.torch
+
+        self._verify_file(name)
+        try:
+            tensors = safetensors.torch.load_file(self.path / name)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{self.path / name}: cannot be read ({error})") from None
+        if name == MODEL_FILE:
+            for key, tensor in tensors.items():
+                if tensor.is_floating_point() and not tensor.isfinite().all():
+                    raise UserError(
+                        f"{self.path / name}: {key} holds numbers that are not finite: the training diverged; use "
+                        f"another checkpoint"
+                    )
+        return tensors
+
+    def state(self) -> JsonObject:
+        """Read the numbers of the training state."""
+        self._verify_file(STATE_FILE)
+        return _json_object(self.path / STATE_FILE)
+
+    def check_belongs(self, model: JsonObject, vocabulary: Path) -> None:
+        """Refuse a model configuration or a vocabulary other than the one that the weights belong to."""
+        known, sha256 = self.manifest.get("vocabulary_sha256"), _sha256_if_there(vocabulary)
+        if known is not None and sha256 is None:
+            raise UserError(f"{vocabulary}: missing; restore it from a copy")
+        if known is not None and known != sha256:
+            raise UserError(
+                f"{vocabulary}: altered: its sha256 is not the one it had when {self.path.name} was written; restore "
+                f"it from a copy"
+            )
+        written = self.manifest.get("model") or {}
+        for name, value in _plain(model).items():
+            # The weights do not depend on the backend: backends differ only in rounding.
+            if name != "attention" and name in written and written[name] != value:
+                raise UserError(
+                    f"{self.path.parent.parent / 'config.json'}: model.{name} is {value}, but {self.path.name} was "
+                    f"written with {written[name]}; set it back"
+                )
+
+    def _verify_file(self, name: str) -> None:
+        """Compare the size and sha256 of a file with the manifest, unless that was done before."""
+        if name in self._verified:
+            return
+        path = self.path / name
+        try:
+            n_bytes, sha256 = self.manifest["files"][name]["bytes"], self.manifest["files"][name]["sha256"]
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{self.path / MANIFEST_FILE}: does not list {name} ({error}); {OTHERWISE}") from None
+        try:
+            size = path.stat().st_size
+            if size != n_bytes:
+                kind = "truncated" if size < n_bytes else "altered"
+                raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {OTHERWISE}")
+            if file_sha256(path) != sha256:
+                raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {OTHERWISE}")
+        except FileNotFoundError:
+            raise UserError(f"{path}: missing from the checkpoint; {OTHERWISE}") from None
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({reason_of(error)}); {OTHERWISE}") from None
+        self._verified.add(name)
 
 
 def read_manifest(checkpoint: Path) -> JsonObject:
@@ -266,28 +295,6 @@ def _own_sha256(manifest: JsonObject) -> str:
     """Return the sha256 of a manifest without its own entry `sha256`."""
     rest = {name: value for name, value in manifest.items() if name != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def verify_file(checkpoint: Path, name: str) -> None:
-    """Compare the size and sha256 of a file with the manifest."""
-    files = read_manifest(checkpoint)["files"]
-    path = checkpoint / name
-    try:
-        n_bytes, sha256 = files[name]["bytes"], files[name]["sha256"]
-        size = path.stat().st_size
-        if size != n_bytes:
-            kind = "truncated" if size < n_bytes else "altered"
-            raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {OTHERWISE}")
-        if file_sha256(path) != sha256:
-            raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {OTHERWISE}")
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{checkpoint / MANIFEST_FILE}: does not list {name} ({error}); {OTHERWISE}") from None
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing from the checkpoint; {OTHERWISE}") from None
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({reason_of(error)}); {OTHERWISE}") from None
 
 
 def _json_object(path: Path) -> JsonObject:

@@ -36,7 +36,7 @@ def open_run_corpus(
     if vocabulary is None:
         raise UserError(f"{run.path} has no vocabulary, so no text can be read; import it again with --vocabulary FILE")
     options = options or {}
-    own, started = with_absolute_paths(run.config().data), run.started()
+    own, started = with_absolute_paths(run.config().data), run.log().started
     data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)
     if data.corpus != own.corpus and "data.source" not in options:
         data.source = None  # the run's source belongs to the run's own corpus
@@ -47,7 +47,7 @@ def open_run_corpus(
             raise UserError(f"data.{name} is set, but the model has its vocabulary already; leave it out")
     refuse_unused(dataclasses.replace(data, unit=vocabulary.kind), options)  # pyright: ignore[reportArgumentType]
     # If the run's vocabulary was made from this text, training has prepared the text without a given vocabulary.
-    prepared_it = is_named(own.corpus) if started is None else not started.get("init_from")
+    prepared_it = is_named(own.corpus) if started is None else not started["init_from"]
     made_of_it = data.corpus == own.corpus and prepared_it
     if (made_of_it and not whole) or vocabulary == ByteVocabulary():
         corpus = open_corpus(data.corpus, config=data, data_dir=data_dir, quiet=quiet, whole=whole)
@@ -62,18 +62,13 @@ def is_trained_on(run: RunDirectory, corpus: Corpus) -> bool:
     An imported model is assumed to be trained on the named corpus of its configuration. A text that was opened as a
     whole has other tokens than in training, and is recognised by its path and size.
     """
-    trained, own = run.trained_on(), run.config().data.corpus
-    identity = trained.get("identity")
-    if run.started() is None and not is_named(own):
-        return False
-    if identity is None:
-        return corpus.name == absolute_path(own)
-    if "train" not in corpus.splits:
-        sizes = [
-            sum(split["bytes"] for split in splits.values()) for splits in (trained["splits"], corpus.info()["splits"])
-        ]
-        return corpus.name == absolute_path(own) and sizes[0] == sizes[1]
-    return identity == corpus.info()["identity"]
+    trained, own = run.log().trained_on, absolute_path(run.config().data.corpus)
+    if not trained:
+        return is_named(own) and corpus.name == own
+    if "train" in corpus.splits:
+        return trained["identity"] == corpus.info()["identity"]
+    sizes = (sum(split["bytes"] for split in record["splits"].values()) for record in (trained, corpus.info()))
+    return corpus.name == own and next(sizes) == next(sizes)
 
 
 def training_tokens(
@@ -97,7 +92,7 @@ def training_tokens(
     Raises:
         UserError: if the text has changed since training, or is not known and `corpus` has no training split.
     """
-    identity = run.trained_on().get("identity")
+    identity = run.log().trained_on.get("identity")
     if identity is not None and identity != corpus.info()["identity"]:
         corpus = open_run_corpus(run, vocabulary, data_dir=data_dir, quiet=quiet)
         if identity != corpus.info()["identity"]:
@@ -115,8 +110,8 @@ def training_tokens(
 
 def trained_unknown(run: RunDirectory) -> float | None:
     """Return the share of `<unk>` in a run's training text; None if the log does not record it."""
-    train = run.trained_on().get("splits", {}).get("train")
-    return None if not train or "unknown" not in train else train["unknown"] / train["tokens"]
+    train = run.log().trained_on.get("splits", {}).get("train")
+    return None if train is None else train["unknown"] / train["tokens"]
 
 
 def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
@@ -126,8 +121,8 @@ def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
     for run in others:
         vocabulary = run.vocabulary()
         if vocabulary != shared:
-            kinds = ["no vocabulary" if each is None else f"{each.kind} tokens" for each in (vocabulary, shared)]
-            difference = f" ({kinds[0]}, not {kinds[1]})" if kinds[0] != kinds[1] else ""
+            theirs, ours = ("no vocabulary" if v is None else f"{v.kind} tokens" for v in (vocabulary, shared))
+            difference = f" ({theirs}, not {ours})" if theirs != ours else ""
             raise UserError(
                 f"{run.path} has another vocabulary than {first.path}{difference}; their losses cannot be compared: "
                 f"expected runs with one vocabulary"
@@ -139,8 +134,8 @@ def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
     """Refuse runs that were trained on different corpora, as there is then no default corpus to compare the runs on."""
     trained_on: dict[str, RunDirectory] = {}
     for run in runs:
-        identity = run.trained_on().get("identity")
+        identity = run.log().trained_on.get("identity")
         trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
     if len(trained_on) > 1:
-        described = ", ".join(f"{each.path}: {each.config().data.corpus or 'none'}" for each in trained_on.values())
+        described = ", ".join(f"{run.path}: {run.config().data.corpus or 'none'}" for run in trained_on.values())
         raise UserError(f"the runs have different corpora ({described}); choose one for all: --data.corpus NAME")

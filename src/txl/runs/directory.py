@@ -10,33 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import portalocker
 from portalocker import LockFlags
 
 from txl.config import RunConfig, model_from_dict
-from txl.data.catalogue import BENCHMARKS
 from txl.errors import UserError
-from txl.files import JsonObject, opened, parsed_json, read_json, with_null, write_whole
-from txl.runs.checkpoints import (
-    MODEL_FILE,
-    checkpoint_name,
-    checkpoint_names,
-    checkpoint_step,
-    read_tensors,
-    verify_belongs,
-)
-from txl.runs.events import EventName, ImportEvent, StartEvent, fields_of, is_complete, select
+from txl.files import JsonObject, opened, read_json, write_whole
+from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint, checkpoint_name, checkpoint_names, checkpoint_step
+from txl.runs.events import EventName
+from txl.runs.log import RunLog, append_event
 
 if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to import
     import torch
@@ -46,16 +38,6 @@ if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to 
 
 _LOCK_ATTEMPTS = 10
 _RESTORE = "restore it from a copy"
-_FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
-"""Numeric fields of logged events in which null stands for infinity or NaN."""
-
-
-def _with_nan(event: JsonObject) -> JsonObject:
-    """Return an event, or a row of a sweep, with NaN for null in `_FIGURES`."""
-    rows = event.get("rows")
-    if isinstance(rows, list):
-        event = event | {"rows": [_with_nan(row) if isinstance(row, dict) else row for row in rows]}
-    return event | {name: math.nan for name in _FIGURES if event.get(name, 0) is None}
 
 
 class RunDirectory:
@@ -83,7 +65,7 @@ class RunDirectory:
         except OSError as error:
             raise UserError(f"{self.config_path}: {error.strerror}") from None
         try:
-            return RunConfig.from_dict(of_today(stored) if isinstance(stored, dict) else stored)
+            return RunConfig.from_dict(stored)
         except UserError as error:
             raise UserError(f"{self.config_path}: {error}") from None
 
@@ -104,75 +86,20 @@ class RunDirectory:
 
     def append(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event to the log, as one line; `fields` must be declared for the event in `EVENTS`."""
-        assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
-        values = {"event": event, "step": step, "time": time.time(), **fields}
-        line = json.dumps(with_null(values), ensure_ascii=False) + "\n"
-        path = self.path / "log.jsonl"
-        try:
-            with open(path, "ab+") as file:
-                # `txl eval` may write while the run trains; some network file systems have no locks.
-                with suppress(portalocker.LockException):
-                    portalocker.lock(file, LockFlags.EXCLUSIVE)
-                # A crash may have torn the last line: the next event begins on a line of its own.
-                if file.tell() > 0:
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        line = "\n" + line
-                file.write(line.encode("utf-8", errors="replace"))
-        except OSError as error:
-            raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
+        append_event(self.path / "log.jsonl", event, step, **fields)
+
+    def log(self) -> RunLog:
+        """Read the log."""
+        return RunLog.read(self.path / "log.jsonl")
 
     def events(self) -> list[JsonObject]:
         """Return all events of the log in order; torn lines are left out."""
-        return self.events_and_torn()[0]
-
-    def events_and_torn(self) -> tuple[list[JsonObject], int]:
-        """Return all events of the log in order, and the number of torn lines; null in `_FIGURES` becomes NaN.
-
-        A line is torn if a crash has cut it off, or if it lacks fields of its event (`is_complete`).
-        """
-        path = self.path / "log.jsonl"
-        try:
-            with opened(path) as file:
-                text = file.read().decode("utf-8", errors="replace")
-        except FileNotFoundError:
-            return [], 0
-        except OSError as error:
-            raise UserError(f"{path}: the log cannot be read ({error.strerror})") from None
-        found, torn = [], 0
-        # Not splitlines, which would also split at U+2028 and similar characters that a logged text may hold.
-        for line in text.split("\n"):
-            try:
-                event = parsed_json(line) if line.strip() else None
-            except ValueError:
-                event = {}
-            event = _with_nan(event) if isinstance(event, dict) else {}
-            if is_complete(event):
-                found.append(event)
-            else:
-                torn += line.strip() != ""
-        return found, torn
+        return self.log().events
 
     def lacks_log(self) -> bool:
         """Return whether the run has checkpoints, but no log that tells how they came about."""
-        events = self.events()
-        begins = select(events, StartEvent) or select(events, ImportEvent)
-        return self.newest() is not None and not begins
-
-    def run_id(self) -> str | None:
-        """Return the unique identifier of the run; None if the log does not hold one."""
-        runs = (event.get("run") for event in select(self.events(), StartEvent, EventName.START))
-        return next((run for run in runs if isinstance(run, str)), None)
-
-    def started(self) -> StartEvent | None:
-        """Return the newest `start` event of the log; None for an imported model."""
-        starts = select(self.events(), StartEvent, EventName.START)
-        return starts[-1] if starts else None
-
-    def trained_on(self) -> JsonObject:
-        """Return the logged record of the training corpus (`Corpus.info`); empty for an imported model."""
-        started = self.started()
-        return {} if started is None else cast("JsonObject", started["corpus"])
+        log = self.log()
+        return self.newest() is not None and log.resumed is None and not log.is_import
 
     def pointer(self, name: str) -> Path | None:
         """Return the checkpoint that `best` or `latest` names, if there is one."""
@@ -214,7 +141,7 @@ class RunDirectory:
     def _no_checkpoint(self, which: str) -> str:
         """Return the message for a checkpoint that is not there."""
         steps = [str(checkpoint_step(name)) for name in checkpoint_names(self.checkpoints)]
-        if not steps and self.started() is None:
+        if not steps and self.log().started is None:
             return f"{self.path} has no checkpoint; restore its folder {self.checkpoints.name} from a copy"
         if not steps:
             return f"{self.path} has no checkpoint; train it: txl train --out {shlex.quote(str(self.path))}"
@@ -243,9 +170,10 @@ class RunDirectory:
         from txl.models import build_model
 
         checkpoint = checkpoint or self.checkpoint()
-        tensors = read_tensors(checkpoint, MODEL_FILE)
+        verified = VerifiedCheckpoint(checkpoint)
+        tensors = verified.tensors(MODEL_FILE)
         config, vocabulary = self.config(), self.vocabulary()
-        verify_belongs(checkpoint, dataclasses.asdict(config.model), self.path / "vocabulary.json")
+        verified.check_belongs(dataclasses.asdict(config.model), self.path / "vocabulary.json")
         bias = tensors.get("softmax.bias")
         if bias is None:
             raise UserError(f"{checkpoint}: not the weights of a model of this version (softmax.bias is missing)")
@@ -315,22 +243,6 @@ def _opened_directory(path: Path) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def of_today(config: JsonObject) -> JsonObject:
-    """Return a stored configuration; `data.word_rule` and `data.normalise`, if missing, are as in earlier versions."""
-    data = config.get("data")
-    if not isinstance(data, dict) or "word_rule" in data or "min_count" not in data:
-        return config
-    data = {**data, "word_rule": None}
-    is_own = str(data.get("corpus")) not in BENCHMARKS and data.get("unit") != "byte"
-    if is_own:
-        data["normalise"] = False
-    if is_own and data.get("unit") == "word":
-        data["word_rule"] = "whitespace"
-    elif data["min_count"] == 1:
-        data["min_count"] = None
-    return {**config, "data": data}
 
 
 def load(

@@ -3,8 +3,7 @@
 Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of
 events and fields: `RunDirectory.append` accepts no others, and `select` returns typed lines to readers.
 
-Losses are in nats per token, times in seconds. A `NotRequired` field is missing if it does not apply, or if an earlier
-version wrote the line.
+Losses are in nats per token, times in seconds. A `NotRequired` field is missing if it does not apply.
 """
 
 import functools
@@ -43,18 +42,15 @@ class EventName(StrEnum):
     DEMO = "demo"
 
 
-_LATEST = 1e11
-"""Seconds since 1970 of a time in the year 5138; no calendar holds much later ones."""
+_LATEST = 1e11  # seconds since 1970 of a time in the year 5138; no calendar holds much later ones
 
 
 class LogEvent(TypedDict):
     """A line of the log."""
 
     event: str
-    step: int
-    """Number of training steps made before the event; for a measurement, the step of its checkpoint."""
-    time: float
-    """Seconds since 1970."""
+    step: int  # number of training steps made before the event; for a measurement, the step of its checkpoint
+    time: float  # seconds since 1970
 
 
 class SplitRecord(TypedDict):
@@ -62,7 +58,7 @@ class SplitRecord(TypedDict):
 
     tokens: int
     bytes: int
-    unknown: NotRequired[int]
+    unknown: int
     sha256_text: str
     sha256_tokens: str
 
@@ -104,7 +100,7 @@ class Hardware(TypedDict):
 
     cpu: str
     cores: int
-    threads: NotRequired[int]
+    threads: int
     memory_bytes: int | None
     device: str
     gpu: NotRequired[str]
@@ -115,24 +111,17 @@ class StartEvent(LogEvent):
 
     config: LoggedConfig
     corpus: CorpusRecord
-    parameters: dict[str, int]
-    """Number of parameters of each part of the model."""
+    parameters: dict[str, int]  # number of parameters of each part of the model
     total_parameters: int
-    attention: NotRequired[str]
-    """Attention backend in use."""
-    compiled: NotRequired[bool]
-    """True if `torch.compile` compiles the layers."""
+    attention: str  # attention backend in use
+    compiled: bool  # true if `torch.compile` compiles the layers
     hardware: Hardware
     software: dict[str, str]
-    command: list[str]
-    """Words of the command line (`sys.argv`)."""
-    init_from: NotRequired[str | None]
-    """Absolute path of the directory that the initial weights were read from; None: random weights."""
-    init_note: NotRequired[str | None]
-    """Note on classifiers of auxiliary losses that were left out or newly initialised; None: there are none."""
-    processes: NotRequired[int]
-    run: NotRequired[str]
-    """Identifier of the run, the same in all of its `start` and `resume` lines."""
+    command: list[str]  # words of the command line (`sys.argv`)
+    init_from: str | None  # absolute path of the directory whose weights the run began with; None: random weights
+    init_note: str | None  # classifiers of auxiliary losses that were left out or newly initialised, in words
+    processes: int
+    run: str  # identifier of the run, the same in all of its `start` and `resume` lines
 
 
 class ExtendEvent(LogEvent):
@@ -140,33 +129,26 @@ class ExtendEvent(LogEvent):
 
     from_steps: int
     to_steps: int
-    changes: list[str]
-    """Differences from a run that is configured with `to_steps` from the start."""
+    changes: list[str]  # differences from a run that is configured with `to_steps` from the start
 
 
 class ReasonEvent(LogEvent):
     """A checkpoint cannot be used and is set aside (`refused`), a checkpoint cannot be written (`save failed`), or
     training stops before its end (`stop`)."""
 
-    reason: str
-    """Reason in words; for `stop`, the name of the signal or "not finite"."""
+    reason: str  # reason in words; for `stop`, the name of the signal or "not finite"
 
 
 class TrainEvent(LogEvent):
     """Measures of the training steps since the previous `train` line."""
 
-    loss: float
-    """Mean loss over the targets of these steps."""
+    loss: float  # mean loss over the targets of these steps
     learning_rate: float
-    grad_norm: float
-    """Norm of the gradient of the last update, before clipping."""
+    grad_norm: float  # norm of the gradient of the last update, before clipping
     tokens_per_second: float
-    tokens: int
-    """Number of targets trained on since the run began."""
-    tokens_read: int
-    """Number of tokens of all segments read since the run began."""
-    elapsed: float
-    """Seconds of training since the run began."""
+    tokens: int  # number of targets trained on since the run began
+    tokens_read: int  # number of tokens of all segments read since the run began
+    elapsed: float  # seconds of training since the run began
 
 
 class AdaptationSettings(TypedDict):
@@ -187,16 +169,12 @@ class EvaluationFigures(TypedDict):
 
     nll: float
     ppl: float
-    bpc: float
-    """Bits per token."""
+    bpc: float  # bits per token
     bits_per_byte: float | None
     bytes_per_token: float | None
-    tokens: int
-    """Number of targets scored."""
-    dropped: int
-    """Number of targets of the split that were not scored."""
-    unknown: NotRequired[int | None]
-    """Number of tokens read that are `<unk>`."""
+    tokens: int  # number of targets scored
+    dropped: int  # number of targets of the split that were not scored
+    unknown: int | None  # number of tokens read that are `<unk>`
     seconds: float
     tokens_per_second: float
     segment: int
@@ -211,15 +189,13 @@ class EvaluationFigures(TypedDict):
     cache_size: int | None
     cache_theta: float | None
     cache_lambda: float | None
-    dynamic: NotRequired[JsonObject | None]
-    """`AdaptationSettings`; not checked with the line, so that `txl compress` can refuse the newest settings."""
+    dynamic: JsonObject | None  # `AdaptationSettings`, which `txl compress` checks before it uses them
 
 
 class ValidEvent(LogEvent, EvaluationFigures):
     """An evaluation on the validation split during training."""
 
-    averaged: NotRequired[int | None]
-    """Number of steps whose weights are averaged in the evaluated model; None: no average."""
+    averaged: int | None  # number of steps whose weights are averaged in the evaluated model; None: no average
 
 
 class Measured(TypedDict):
@@ -228,11 +204,9 @@ class Measured(TypedDict):
     split: str
     corpus: str
     unit: str
-    sha256_text: NotRequired[str]
-    """Hash of the split's text."""
+    sha256_text: str  # hash of the split's text
     checkpoint: str
-    measured: NotRequired[str]
-    """Part of the corpus that was scored, in words."""
+    measured: NotRequired[str]  # part of the corpus that was scored, in words
 
 
 class Evaluation(EvaluationFigures, Measured):
@@ -246,19 +220,16 @@ class EvalEvent(LogEvent, Evaluation):
 class SweepEvent(LogEvent, Measured):
     """Evaluations of a checkpoint at several memory lengths."""
 
-    rows: list[Evaluation]
-    """One evaluation per memory length."""
+    rows: list[Evaluation]  # one evaluation per memory length
 
 
 class CheckpointEvent(LogEvent):
     """A checkpoint is written."""
 
     directory: str
-    best: bool
-    """True if the checkpoint is the best so far."""
-    copy_seconds: NotRequired[float]
-    """Time for which training waited while its state was copied."""
-    write_seconds: NotRequired[float]
+    best: bool  # true if the checkpoint is the best so far
+    copy_seconds: float  # time for which training waited while its state was copied
+    write_seconds: float
 
 
 class AverageEvent(LogEvent):
@@ -269,14 +240,11 @@ class SkippedEvent(LogEvent):
     """An update is skipped, because its loss or gradient is not finite."""
 
     in_a_row: int
-    loss: str
-    """Loss as a string, as JSON has no infinite numbers and no NaN."""
+    loss: str  # loss as a string, as JSON has no infinite numbers and no NaN
     grad_norm: str
     epoch: int
-    offset: int
-    """Offset of the segment in every lane."""
-    tokens: list[int]
-    """Number of lanes and length of the segment: [B, T]."""
+    offset: int  # offset of the segment in every lane
+    tokens: list[int]  # number of lanes and length of the segment: [B, T]
 
 
 class SpikeEvent(LogEvent):
@@ -284,8 +252,7 @@ class SpikeEvent(LogEvent):
 
     loss: float
     grad_norm: float
-    recent_mean: float
-    """Mean loss of the recent updates."""
+    recent_mean: float  # mean loss of the recent updates
 
 
 class RollbackEvent(LogEvent):
@@ -298,17 +265,14 @@ class EndEvent(LogEvent):
     """Training ends."""
 
     elapsed: float
-    converged: NotRequired[bool]
-    """True if `train.patience` ended training."""
-    diverged: NotRequired[str]
-    """Reason why the model is unusable."""
+    converged: NotRequired[bool]  # true if `train.patience` ended training
+    diverged: NotRequired[str]  # reason why the model is unusable
 
 
 class ImportEvent(LogEvent):
     """The run is an imported model."""
 
-    source: str
-    """Kind of the imported checkpoint."""
+    source: str  # kind of the imported checkpoint
     config: JsonObject
     total_parameters: int
     command: list[str]
@@ -317,18 +281,15 @@ class ImportEvent(LogEvent):
 class CacheEvent(LogEvent):
     """A continuous cache is tuned (`CacheTuning`)."""
 
-    split: str
-    """Split that the tuning used."""
+    split: str  # split that the tuning used
     size: int
     thetas: list[float]
     lambdas: list[float]
-    nll: list[list[float]]
-    """Nats per token, by theta and lambda."""
+    nll: list[list[float]]  # nats per token, by theta and lambda
     plain_nll: float
     tokens: int
     theta: float
-    weight: float
-    """The best lambda."""
+    weight: float  # the best lambda
     best_nll: float
     at_edge: list[str]
 
@@ -336,12 +297,10 @@ class CacheEvent(LogEvent):
 class DynamicEvent(LogEvent):
     """Dynamic evaluation is tuned (`DynamicTuning`)."""
 
-    split: str
-    """Split that the tuning used."""
+    split: str  # split that the tuning used
     learning_rates: list[float]
     decays: list[float]
-    tried: list[dict[str, float | None]]
-    """Learning rate, decay and nll of each trial; the nll is None if the weights diverged."""
+    tried: list[dict[str, float | None]]  # learning rate, decay and nll of each trial; None: the weights diverged
     static_nll: float
     tokens: int
     adaptation: JsonObject
@@ -352,10 +311,8 @@ class DynamicEvent(LogEvent):
 class SampleEvent(LogEvent):
     """A text is generated."""
 
-    prompt: str
-    """End of the prompt."""
-    text: str
-    """Beginning of the generated text."""
+    prompt: str  # end of the prompt
+    text: str  # beginning of the generated text
     checkpoint: str
     top_k: int | None
     top_p: float | None
@@ -372,22 +329,20 @@ class CompressionEvent(LogEvent):
     corpus: str
     split: str
     settings: str
-    text: int
-    """Size of the text in bytes; the fields below are compressed sizes in bytes."""
+    text: int  # size of the text in bytes; the fields below are compressed sizes in bytes
     zlib: int
     bz2: int
     lzma: int
-    lzma_after_training_text: NotRequired[int]
-    """Bytes by which the output of lzma grows if the text is appended to the training text."""
+    lzma_after_training_text: NotRequired[int]  # bytes that the text adds to lzma's output of the training text
 
 
 class DemoEvent(LogEvent):
     """`txl demo` ends."""
 
-    seconds: float
-    """Time of the whole command, with preparation, training, evaluation, texts and report."""
+    seconds: float  # time of the whole command, with preparation, training, evaluation, texts and report
 
 
+# Fields of each event's line.
 EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.START: StartEvent,
     EventName.RESUME: StartEvent,
@@ -412,7 +367,6 @@ EVENTS: dict[EventName, type[LogEvent]] = {
     EventName.COMPRESSION: CompressionEvent,
     EventName.DEMO: DemoEvent,
 }
-"""Fields of each event's line."""
 
 EventT = TypeVar("EventT", bound=LogEvent)
 
@@ -425,7 +379,7 @@ def select(events: Iterable[Mapping[str, object]], kind: type[EventT], name: Eve
         kind: type of the events, which defines their fields.
         name: name of the event, if several events have this type; None: all of them.
     """
-    names = {each for each, has in EVENTS.items() if has is kind} if name is None else {name}
+    names = {other for other, fields in EVENTS.items() if fields is kind} if name is None else {name}
     return [cast("EventT", event) for event in events if event["event"] in names]
 
 
@@ -450,15 +404,15 @@ def fits(value: object, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if is_typeddict(hint):
         return isinstance(value, dict) and all(
-            fits(value[name], each) if name in value else name not in hint.__required_keys__
-            for name, each in _hints_of(hint).items()
+            fits(value[name], field) if name in value else name not in hint.__required_keys__
+            for name, field in _hints_of(hint).items()
         )
     if origin is UnionType:
-        return any(fits(value, each) for each in arguments)
+        return any(fits(value, choice) for choice in arguments)
     if origin is list:
-        return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
+        return isinstance(value, list) and all(fits(item, arguments[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
+        return isinstance(value, dict) and all(fits(item, arguments[1]) for item in value.values())
     return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import cast
 
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.runs.checkpoints import checkpoint_names, verify_checkpoint
+from txl.runs.checkpoints import VerifiedCheckpoint, checkpoint_names
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName, TrainEvent, ValidEvent, select
+from txl.runs.log import RunLog
 from txl.units import duration, metric
 
-_LOOKS = 5
-"""Number of attempts to list and verify checkpoints, if training deletes one in the meantime."""
+_ATTEMPTS = 5  # to list and verify checkpoints, if training deletes one in the meantime
 _TELL_STATE = {EventName.START, EventName.RESUME, EventName.TRAIN, EventName.STOP, EventName.END, EventName.IMPORT}
 _TELL_STEP = (_TELL_STATE - {EventName.IMPORT}) | {EventName.CHECKPOINT, EventName.VALID, EventName.SKIPPED}
 
@@ -25,26 +27,22 @@ class RunStatus:
     """State, progress and problems of a run, as printed by `txl status`."""
 
     directory: str
-    state: str
-    """State in words: training, finished, imported, stopped (reason), ended (killed), not started or unknown."""
+    state: str  # in words: training, finished, imported, stopped (reason), ended (killed), not started or unknown
     step: int
     steps: int
-    loss: float | None
-    """Nats per token, from the newest `train` event."""
+    loss: float | None  # nats per token, from the newest `train` event
     valid_nll: float | None
     tokens_per_second: float | None
     seconds_since_last_event: float | None
     last_good_checkpoint: str | None
     best_checkpoint: str | None
-    refused: tuple[str, ...]
-    """Reasons why checkpoints newer than `last_good_checkpoint` cannot be used."""
+    refused: tuple[str, ...]  # reasons why checkpoints newer than `last_good_checkpoint` cannot be used
     restarts: int
     skipped: int
     spikes: int
     rollbacks: int
     failed_saves: int
-    torn_lines: int
-    """Number of lines of the log that are unreadable or lack fields; a crash leaves one at the end."""
+    torn_lines: int  # lines of the log that are unreadable or lack fields; a crash leaves one at the end
     unit: str | None
 
     def to_dict(self) -> JsonObject:
@@ -82,38 +80,38 @@ class RunStatus:
 def run_status(path: Path) -> RunStatus:
     """Read the status of a run directory."""
     directory = RunDirectory(path)
-    steps = directory.config().train.steps
-    events, torn = directory.events_and_torn()
-    good, refused = _good_checkpoint(directory)
+    steps, log = directory.config().train.steps, directory.log()
+    events = log.events
+    good, refused = _good_checkpoint(directory, log.run_id)
     best = directory.pointer("best")
-    train = (select(events, TrainEvent) or [{}])[-1]
-    valid = (select(events, ValidEvent) or [{}])[-1]
+    train, valid = select(events, TrainEvent)[-1:], select(events, ValidEvent)[-1:]
+    counts = Counter(event["event"] for event in events)
     return RunStatus(
         directory=str(path),
-        state=_state(directory, events),
-        step=_step(events),
+        state=_state(directory, log),
+        step=next((event["step"] for event in reversed(events) if event["event"] in _TELL_STEP), 0),
         steps=steps,
         loss=_number(train, "loss"),
         valid_nll=_number(valid, "nll"),
         tokens_per_second=_number(train, "tokens_per_second"),
-        seconds_since_last_event=max(0.0, time.time() - (_number(events[-1], "time") or 0)) if events else None,
+        seconds_since_last_event=max(0.0, time.time() - events[-1]["time"]) if events else None,
         last_good_checkpoint=good,
         best_checkpoint=best.name if best is not None and best.is_dir() else None,
         refused=tuple(refused),
-        restarts=_count(events, EventName.RESUME) + max(0, _count(events, EventName.START) - 1),
-        skipped=_count(events, EventName.SKIPPED),
-        spikes=_count(events, EventName.SPIKE),
-        rollbacks=_count(events, EventName.ROLLBACK),
-        failed_saves=_count(events, EventName.SAVE_FAILED),
-        torn_lines=torn,
-        unit=_unit(events),
+        restarts=counts[EventName.RESUME] + max(0, counts[EventName.START] - 1),
+        skipped=counts[EventName.SKIPPED],
+        spikes=counts[EventName.SPIKE],
+        rollbacks=counts[EventName.ROLLBACK],
+        failed_saves=counts[EventName.SAVE_FAILED],
+        torn_lines=log.torn,
+        unit=None if log.resumed is None else log.resumed["corpus"]["unit"],
     )
 
 
-def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
+def _state(directory: RunDirectory, log: RunLog) -> str:
     if directory.is_locked():
         return "training"
-    of_training = [each for each in events if each["event"] in _TELL_STATE]
+    of_training = [event for event in log.events if event["event"] in _TELL_STATE]
     if not of_training:
         return "unknown (log.jsonl is missing or incomplete)" if directory.lacks_log() else "not started"
     last = of_training[-1]
@@ -127,46 +125,28 @@ def _state(directory: RunDirectory, events: list[JsonObject]) -> str:
     return f"{ended}; the same command continues"
 
 
-def _good_checkpoint(directory: RunDirectory) -> tuple[str | None, list[str]]:
+def _good_checkpoint(directory: RunDirectory, run_id: str | None) -> tuple[str | None, list[str]]:
     """Return the newest intact checkpoint, and the reasons why newer ones cannot be used.
 
     The search is repeated if training deletes a checkpoint that is being verified.
     """
     refused: list[str] = []
-    for _ in range(_LOOKS):
-        refused, gone = [], False
+    for _ in range(_ATTEMPTS):
+        refused, is_stale = [], False
         for name in reversed(checkpoint_names(directory.checkpoints)):
             path = directory.checkpoints / name
             try:
-                verify_checkpoint(path, directory.run_id())
+                VerifiedCheckpoint(path).verify(run_id)
+                return name, refused
             except UserError as error:
-                gone = gone or not path.exists()
+                is_stale |= not path.exists()
                 if path.exists():
                     refused.append(str(error))
-            else:
-                return name, refused
-        if not gone:
+        if not is_stale:
             break
     return None, refused
 
 
-def _step(events: list[JsonObject]) -> int:
-    """Return the current step of the run: the step of the last event written by training."""
-    return next((int(_number(each, "step") or 0) for each in reversed(events) if each["event"] in _TELL_STEP), 0)
-
-
-def _count(events: list[JsonObject], name: EventName) -> int:
-    return sum(each["event"] == name for each in events)
-
-
-def _number(event: Mapping[str, object], name: str) -> float | None:
-    value = event.get(name)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _unit(events: list[JsonObject]) -> str | None:
-    for event in events:
-        corpus = event.get("corpus")
-        if isinstance(corpus, dict) and isinstance(corpus.get("unit"), str):
-            return corpus["unit"]
-    return None
+def _number(events: Sequence[Mapping[str, object]], name: str) -> float | None:
+    """Return a figure of the last of the events; None without events."""
+    return cast("float", events[-1][name]) if events else None

@@ -25,29 +25,27 @@ class WeightAverage(Generic[ModelT]):
     """
 
     def __init__(self, model: ModelT, mu: float | None = None):
-        self.model = copy.deepcopy(model).requires_grad_(False).eval()
-        """The model with the averaged weights, to evaluate and to save."""
-        self.count = 0
-        """Number of updates averaged so far; 0: the average is the initial copy."""
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()  # averaged weights, to evaluate and to save
+        self.count = 0  # number of updates averaged so far; 0: the average is the initial copy
         self._mu = mu
 
     @torch.no_grad()
-    def update(self, model: nn.Module, unless: Tensor | None = None) -> None:
+    def update(self, model: nn.Module, skipped: Tensor | None = None) -> None:
         """Add the weights after a step to the average: average + mu (newest - average).
 
         Args:
             model: model that is trained.
-            unless: bool without dimension, on the device: true if the step was skipped. The host does not wait for it.
-                The averaged weights then stay unchanged, and the caller has to correct `count`.
+            skipped: bool without dimension, on the device, which the host does not read. If it is true, the averaged
+                weights stay unchanged, and the caller has to set `count` back.
         """
         weight = 1 / (self.count + 1) if self._mu is None else self._mu
         for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
             if self.count == 0:
                 average.copy_(newest)
-            elif unless is None:
+            elif skipped is None:
                 average.lerp_(newest, weight)
             else:
-                average.lerp_(newest, torch.where(unless, 0.0, weight).to(average.dtype))
+                average.lerp_(newest, torch.where(skipped, 0.0, weight).to(average.dtype))
         for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
             average.copy_(newest)
         self.count += 1

@@ -21,13 +21,13 @@ from txl.errors import UserError
 from txl.models.family import FamilyModel
 from txl.models.language_model import State, TailRows
 from txl.models.memory import Memory
+from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.step import StepInputs, StepResult, training_step
+from txl.training.step import StepInputs, StepOutput, training_step
 
-WARM = 3
-"""Number of eager steps with the same shapes before a step is recorded; libraries initialise in these steps."""
+WARM = 3  # eager steps with the same shapes before a step is recorded, in which libraries initialise themselves
+# Room for targets of a tail cluster: the number seen so far times `_ROOM`, rounded up to a multiple of `_MULTIPLE`.
 _ROOM, _MULTIPLE = 1.25, 64
-"""Room for targets of a tail cluster: the number seen so far times `_ROOM`, rounded up to a multiple of `_MULTIPLE`."""
 
 
 def compile_layers(model: FamilyModel, device: str) -> str | None:
@@ -98,10 +98,9 @@ def can_capture(run: RunConfig, device: str) -> bool:
 class _Shape:
     """Steps with the same tensor shapes, and their graph once it is recorded."""
 
-    seen: int = 0
-    """Number of steps with full memory that ran eagerly."""
+    n_eager: int = 0  # number of steps with full memory that ran eagerly
     room: list[TailRows | None] = field(default_factory=list)
-    targets: int = 0
+    n_target: int = 0
     graph: Captured | None = None
 
 
@@ -124,57 +123,59 @@ class CapturedStep:
     def __call__(
         self,
         trained: FamilyModel | TrainedModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inputs: StepInputs,
         config: TrainConfig,
-        abandon: Callable[[], bool] | None = None,
-    ) -> StepResult:
+        abandon: Callable[[], object] | None = None,
+    ) -> StepOutput:
         """Make one update. The arguments are those of `training_step`, for one segment (see `TrainConfig.validate`)."""
         assert inputs.lengths is None
         tokens, states = inputs.tokens, inputs.states
-        held = [each for state in states for each in _tensors(state)]
+        hidden = [tensor for state in states for tensor in _tensors(state)]
         filled = _filled(states, tokens.device) if config.reset_memory else []
-        shape = self._shapes.setdefault((tokens.shape, *(each.shape for each in held)), _Shape())
+        shape = self._shapes.setdefault((tokens.shape, *(tensor.shape for tensor in hidden)), _Shape())
         rows = list(inputs.tail_rows or [None] * len(states))
         if shape.graph is not None and _has_room(shape.room, rows):
             void = torch.zeros((), dtype=torch.bool, device=tokens.device) if inputs.void is None else inputs.void
-            numbers, skipped = shape.graph(tokens, inputs.targets, void, *filled, *held)
+            numbers, skipped = shape.graph(tokens, inputs.targets, void, *filled, *hidden)
             after = _with_tensors(states, shape.graph.inputs[3 + len(filled) :], n_new=tokens.shape[1])
-            return StepResult(numbers.clone(), skipped.clone(), after, shape.targets)
-        result = training_step(trained, optimizer, inputs, config, abandon)
-        if shape.graph is None and self._is_full(held, result.states):
-            shape.seen, shape.targets = shape.seen + 1, result.targets
+            # The next replay overwrites the graph's outputs, perhaps before they are read.
+            return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target)
+        output = training_step(trained, optimizer, inputs, config, abandon)
+        if shape.graph is None and self._is_full(hidden, output.states):
+            shape.n_eager, shape.n_target = shape.n_eager + 1, output.n_target
             shape.room = _larger(shape.room, rows)
-            if shape.seen == WARM:
-                function = self._function(trained, optimizer, result.states, config, shape.room, len(filled))
+            if shape.n_eager == WARM:
+                function = self._function(trained, optimizer, output.states, config, shape.room, len(filled))
                 shape.graph = Captured(function, warm_up=0, beside=self._first)
                 self._first = self._first or shape.graph
-        return result
+        return output
 
     @staticmethod
-    def _is_full(held: Sequence[Tensor], states: Sequence[State]) -> bool:
+    def _is_full(before: Sequence[Tensor], states: Sequence[State]) -> bool:
         """Return whether the memory is full: the step did not change its size."""
-        after = [each for state in states for each in _tensors(state)]
-        return all(before.shape == now.shape for before, now in zip(held, after, strict=True))
+        after = [tensor for state in states for tensor in _tensors(state)]
+        return all(old.shape == new.shape for old, new in zip(before, after, strict=True))
 
     def _function(
         self,
         trained: FamilyModel | TrainedModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         states: Sequence[State],
         config: TrainConfig,
         room: Sequence[TailRows | None],
         n_filled: int,
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         def step(tokens: Tensor, targets: Tensor, void: Tensor, *memory: Tensor) -> tuple[Tensor, Tensor]:
-            filled, held = memory[:n_filled], memory[n_filled:]
-            before = _with_tensors(states, held, filled)
+            filled, hidden = memory[:n_filled], memory[n_filled:]
+            before = _with_tensors(states, hidden, filled)
             inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room)
-            made = training_step(trained, optimizer, inputs, config)
-            after = [each for state in made.states for each in _tensors(state)]
-            for kept, new in zip(held, after, strict=True):
-                kept.copy_(torch.where(void, kept, new))
-            return made.numbers, made.skipped
+            output = training_step(trained, optimizer, inputs, config)
+            after = [tensor for state in output.states for tensor in _tensors(state)]
+            # The graph's own memory: each replay goes on from what the last one left, and a void one leaves it.
+            for old, new in zip(hidden, after, strict=True):
+                old.copy_(torch.where(void, old, new))
+            return output.numbers, output.skipped
 
         return step
 
@@ -195,8 +196,8 @@ def _tensors(state: State) -> tuple[Tensor, ...]:
 def _filled(states: Sequence[State], device: torch.device) -> list[Tensor]:
     """Return the number of filled positions in each lane of each memory, on the device."""
     memories = [state for state in states if isinstance(state, Memory)]
-    filled = [each.filled or (each.length,) * each.batch_size for each in memories]
-    return [sent(torch.tensor(each, device="cpu"), device) for each in filled]
+    filled = [memory.filled or (memory.length,) * memory.batch_size for memory in memories]
+    return [sent(torch.tensor(counts, device="cpu"), device) for counts in filled]
 
 
 def _with_tensors(

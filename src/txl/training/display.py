@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Self
 
 from rich.console import Console
@@ -14,69 +12,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from txl.training.pace import StepFigures
 from txl.units import duration, metric
 
 
-@dataclass
-class Reading:
-    """Figures of a run after a step."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    learning_rate: float
-    grad_norm: float
-    seconds_left: float
-    tokens: int
-    """Number of targets trained on since the run began."""
-    tokens_read: int
-    """Number of tokens read since the run began."""
-    elapsed: float
-    """Seconds spent on the run since it began."""
-
-
-class Pace:
-    """Timer of the steps. Work between steps (evaluation, saving) counts only in the estimate of the time left.
-
-    Args:
-        tokens_read: number of tokens that the run has read so far.
-    """
-
-    def __init__(self, tokens_read: int):
-        self._began = self._ticked = self._step_began = time.perf_counter()
-        self.steps = 0
-        """Number of steps that this process has made."""
-        self.new_line(tokens_read)
-
-    def tick(self) -> float:
-        """Return the seconds since the last call."""
-        before, self._ticked = self._ticked, time.perf_counter()
-        return self._ticked - before
-
-    def begin_step(self) -> None:
-        """Record the beginning of a step."""
-        self._step_began = time.perf_counter()
-
-    def end_step(self) -> None:
-        """Record the end of a step."""
-        self._line_seconds += time.perf_counter() - self._step_began
-        self.steps += 1
-
-    def new_line(self, tokens_read: int) -> None:
-        """Restart the measurement of the speed, as a log line has been written."""
-        self._line_seconds, self._line_tokens = 0.0, tokens_read
-
-    def tokens_per_second(self, tokens_read: int) -> float:
-        """Return the speed of the steps since the last log line; 0 if the run went back to a step before that line."""
-        return max(0, tokens_read - self._line_tokens) / self._line_seconds
-
-    def seconds_left(self, steps: int) -> float:
-        """Estimate the seconds that `steps` more steps will take, including the work between them."""
-        return steps * (time.perf_counter() - self._began) / self.steps
-
-
 class Display:
-    """Output of readings and messages; a context manager, because a live panel has to be closed.
+    """Output of figures and messages; a context manager, because a live panel has to be closed.
 
     A display whose terminal or pipe is gone becomes quiet: training goes on, and the log has everything.
     """
@@ -92,7 +33,7 @@ class Display:
             )
             self._task = self._bar.add_task(escape(name), total=steps)
             self._live = Live(console=console, refresh_per_second=4)
-        self._reading: Reading | None = None
+        self._figures: StepFigures | None = None
         self._valid = "not yet"
 
     def __enter__(self) -> Self:
@@ -124,21 +65,21 @@ class Display:
         if self._live:
             self._bar.update(self._task, total=steps)
 
-    def show(self, reading: Reading) -> None:
-        """Show the reading of a step in the live panel, if there is one."""
-        self._reading = reading
+    def show(self, figures: StepFigures) -> None:
+        """Show the figures of a step in the live panel, if there is one."""
+        self._figures = figures
         if self._live:
-            self._live.update(self._panel(reading))
+            self._live.update(self._panel(figures))
 
-    def line(self, reading: Reading) -> None:
-        """Print a reading that is also logged, unless there is a live panel."""
+    def line(self, figures: StepFigures) -> None:
+        """Print figures that are also logged, unless there is a live panel."""
         if self._live or self.quiet:
             return
-        name, value = metric(self._unit, reading.loss)
+        name, value = metric(self._unit, figures.loss)
         self.message(
-            f"step {reading.step}/{self._steps} | loss {reading.loss:.4f} | {name} {value} | "
-            f"{reading.tokens_per_second:,.0f} tokens/s | lr {reading.learning_rate:.2e} | "
-            f"grad norm {reading.grad_norm:.3f} | left {duration(reading.seconds_left)}"
+            f"step {figures.step}/{self._steps} | loss {figures.loss:.4f} | {name} {value} | "
+            f"{figures.tokens_per_second:,.0f} tokens/s | lr {figures.learning_rate:.2e} | "
+            f"grad norm {figures.grad_norm:.3f} | left {duration(figures.seconds_left)}"
         )
 
     def valid(self, step: int, nll: float, tokens: int, is_best: bool) -> None:
@@ -147,24 +88,24 @@ class Display:
         self._valid = f"{name} {value} at step {step}"
         best = ", the best so far" if is_best else ""
         self.message(f"validation at step {step}: {name} {value} on {tokens:,} tokens{best}")
-        if self._reading is not None:
-            self.show(self._reading)
+        if self._figures is not None:
+            self.show(self._figures)
 
-    def _panel(self, reading: Reading) -> Table:
-        name, value = metric(self._unit, reading.loss)
-        self._bar.update(self._task, completed=reading.step)
-        figures = Table.grid(padding=(0, 2))
+    def _panel(self, figures: StepFigures) -> Table:
+        name, value = metric(self._unit, figures.loss)
+        self._bar.update(self._task, completed=figures.step)
+        rows = Table.grid(padding=(0, 2))
         for label, text in (
-            ("loss", f"{reading.loss:.4f} nats"),
+            ("loss", f"{figures.loss:.4f} nats"),
             (name, value),
             ("validation", self._valid),
-            ("speed", f"{reading.tokens_per_second:,.0f} tokens/s"),
-            ("learning rate", f"{reading.learning_rate:.2e}"),
-            ("gradient norm", f"{reading.grad_norm:.3f}"),
-            ("time left", duration(reading.seconds_left)),
+            ("speed", f"{figures.tokens_per_second:,.0f} tokens/s"),
+            ("learning rate", f"{figures.learning_rate:.2e}"),
+            ("gradient norm", f"{figures.grad_norm:.3f}"),
+            ("time left", duration(figures.seconds_left)),
         ):
-            figures.add_row(f"  {label}", text)
+            rows.add_row(f"  {label}", text)
         panel = Table.grid()
         panel.add_row(self._bar)
-        panel.add_row(figures)
+        panel.add_row(rows)
         return panel

@@ -20,8 +20,7 @@ from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective
 
-_LARGE_VOCABULARY = 16_384
-"""Number of tokens above which `softmax_hint` may advise a smaller vocabulary."""
+_LARGE_VOCABULARY = 16_384  # tokens above which `softmax_hint` may advise a smaller vocabulary
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,7 @@ class Costs:
 
     parameters: dict[str, int]
     tokens_per_step: int
-    targets_per_step: int
-    """Targets per step that have a loss."""
+    targets_per_step: int  # targets per step that have a loss
     memory_bytes: dict[str, int]
 
     @property

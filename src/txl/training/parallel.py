@@ -128,7 +128,7 @@ class TrainedModel:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(targets, storage_reader=HuggingFaceStorageReader(str(folder)))
         except CheckpointException as error:
-            reason = "; ".join(str(each[0]) for each in error.failures.values())
+            reason = "; ".join(str(failure[0]) for failure in error.failures.values())
             raise UserError(f"{folder}: its tensors are not those of this model ({reason})") from None
 
 

@@ -1,4 +1,4 @@
-"""Handling of failures in training: updates that are not finite, spikes of the loss, and a useless model at the end."""
+"""Handling of failures in training: updates that are not finite, and spikes of the loss."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from txl.data.streams import Segment
 from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
-from txl.runs.checkpoints import checkpoint_name, remove_later, verify_checkpoint
+from txl.runs.checkpoints import VerifiedCheckpoint, checkpoint_name, remove_later
 from txl.runs.events import EventName
 from txl.training.saver import REMEDY, CheckpointSaver, is_lost, last_checkpoint, point_at_best
 from txl.training.snapshot import restore
 from txl.training.state import TrainingSetup, TrainingState
-from txl.training.step import StepResult
+from txl.training.step import UpdateResult
 
 
 def skip_update(
-    state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult, segment: Segment
+    state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: UpdateResult, segment: Segment
 ) -> None:
     """Count and report an update that was skipped because its loss or gradient was not finite.
 
@@ -62,53 +62,12 @@ def skip_update(
     )
 
 
-def check_end(state: TrainingState, setup: TrainingSetup) -> None:
-    """Refuse a trained model that is useless; its last checkpoint is already written.
-
-    Raises:
-        TrainingDiverged: if the last loss shows that the model is useless (`uselessness`).
-    """
-    counters = state.counters
-    if setup.run.train.eval_every and counters.validation_losses:
-        name, loss = "validation loss", counters.validation_losses[-1]
-    else:
-        is_lost = counters.last_loss is None and counters.skipped_in_a_row > 0
-        name, loss = "loss", math.nan if is_lost else counters.last_loss
-    reason = uselessness(loss, counters.first_loss, state.model.vocab_size)
-    if reason is None:
-        return
-    reason = f"the last {name} is {reason}"
-    setup.log.record(EventName.END, counters.step, elapsed=counters.seconds, diverged=reason)
-    skipped = f" (updates skipped: {counters.skipped:,})" if counters.skipped else ""
-    raise TrainingDiverged(
-        f"step {counters.step} of {setup.run.train.steps}: training diverged, the model in {setup.directory.path} is "
-        f"of no use: {reason}{skipped}; start anew with another --out, and {REMEDY}"
-    )
-
-
-def uselessness(loss: float | None, first_loss: float | None, vocab_size: int) -> str | None:
-    """Return why a model with this mean loss (nats per token) is useless, or None if it may be usable.
-
-    Uniform guessing costs log V nats per token, and a model that has learnt nothing costs about as much (with an
-    adaptive softmax up to twice as much). A loss above twice log V that is also above the loss of the first update
-    means divergence.
-    """
-    if loss is None:
-        return None
-    if not math.isfinite(loss):
-        return f"{loss} nats"
-    limit = 2 * math.log(vocab_size)
-    if loss <= limit or (first_loss is not None and loss <= first_loss):
-        return None
-    return f"{loss:.3f} nats, where guessing evenly costs {math.log(vocab_size):.3f}"
-
-
 def is_finite(memory: Any) -> bool:
     """Return whether a model's state holds only finite numbers."""
     return all(bool(tensor.isfinite().all()) for tensor in memory.to_tensors().values() if tensor.is_floating_point())
 
 
-def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: StepResult) -> None:
+def report_spike(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver, result: UpdateResult) -> None:
     """Report a spike of the loss, and go back to the last scheduled checkpoint if `train.on_spike` is "rollback"."""
     counters, train = state.counters, setup.run.train
     mean = counters.watch.mean
@@ -138,11 +97,12 @@ def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver
     target = was.scheduled_step
     assert target is not None
     saver.finish(state)
-    checkpoint = setup.directory.checkpoints / checkpoint_name(target)
+    path = setup.directory.checkpoints / checkpoint_name(target)
+    checkpoint = _verified(path) if processes.is_first else None
     # Process 0, which has finished writing, verifies the checkpoint; `any` makes the other processes wait for it.
-    if processes.any(processes.is_first and not _is_good(checkpoint)):
+    if processes.any(processes.is_first and checkpoint is None):
         return False
-    restore(state, setup, checkpoint)
+    restore(state, setup, checkpoint or VerifiedCheckpoint(path))
     state.position, state.memory = position, setup.empty_memory()
     counters = state.counters
     counters.rollbacks = was.rollbacks + 1
@@ -156,9 +116,10 @@ def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver
     return True
 
 
-def _is_good(checkpoint: Path) -> bool:
+def _verified(path: Path) -> VerifiedCheckpoint | None:
     try:
-        verify_checkpoint(checkpoint)
+        checkpoint = VerifiedCheckpoint(path)
+        checkpoint.verify()
+        return checkpoint
     except UserError:
-        return False
-    return True
+        return None

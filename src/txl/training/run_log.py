@@ -1,17 +1,16 @@
-"""The log of a run during training: events in log.jsonl, the source of truth, and figures for TensorBoard."""
+"""The log of a run, written during training: events in log.jsonl, the source of truth, and figures for TensorBoard."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from txl.errors import UserError
 from txl.evaluation.stream import EvaluationResult
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
-from txl.training.display import Reading
+from txl.training.pace import StepFigures
 
 
 class Scalars:
@@ -46,7 +45,7 @@ class Scalars:
             self._writer.close()
 
 
-class RunLog:
+class LogWriter:
     """The log of a run; only process 0 writes to it.
 
     Args:
@@ -64,7 +63,7 @@ class RunLog:
         self._scalars = Scalars(directory.path if tensorboard and writes else None)
         self._is_full = False
 
-    def record(self, event: EventName, step: int, **fields: Any) -> None:
+    def record(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event to the log.
 
         Raises:
@@ -82,12 +81,13 @@ class RunLog:
                 self._say(f"note: {error}; training goes on without it")
             self._is_full = True
 
-    def training(self, reading: Reading) -> None:
+    def training(self, figures: StepFigures) -> None:
         """Record the figures of the steps since the last log line."""
-        figures = {name: getattr(reading, name) for name in ("loss", "learning_rate", "grad_norm", "tokens_per_second")}
-        counts = {name: getattr(reading, name) for name in ("tokens", "tokens_read", "elapsed")}
-        self.record(EventName.TRAIN, reading.step, **figures, **counts)
-        self._scalars.add(reading.step, {f"train/{name}": value for name, value in figures.items()})
+        names = ("loss", "learning_rate", "grad_norm", "tokens_per_second")
+        measures = {name: getattr(figures, name) for name in names}
+        counts = {name: getattr(figures, name) for name in ("tokens", "tokens_read", "elapsed")}
+        self.record(EventName.TRAIN, figures.step, **measures, **counts)
+        self._scalars.add(figures.step, {f"train/{name}": value for name, value in measures.items()})
 
     def validation(self, step: int, result: EvaluationResult, averaged: int | None) -> None:
         """Record the figures of an evaluation; `averaged` is the number of steps whose weights are averaged, if any."""

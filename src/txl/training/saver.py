@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
-from pathlib import Path
 
 from torch import nn
 
@@ -13,21 +13,20 @@ from txl.files import JsonObject
 from txl.runs.checkpoints import (
     STATE_SHARDS,
     Contents,
+    VerifiedCheckpoint,
     checkpoint_name,
+    checkpoint_names,
     prune,
     set_aside,
-    verify_checkpoint,
     write_checkpoint,
 )
-from txl.runs.checkpoints import checkpoint_names as names_in
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
 from txl.training.parallel import local_tensor
 from txl.training.snapshot import copied_state
-from txl.training.state import TrainingSetup, TrainingState
+from txl.training.state import Counters, TrainingSetup, TrainingState
 
-REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"
-"""Advice for a run that diverges."""
+REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"  # for a run that diverges
 
 
 class CheckpointSaver:
@@ -41,10 +40,8 @@ class CheckpointSaver:
     def __init__(self, setup: TrainingSetup):
         self._setup, self._directory = setup, setup.directory
         self._writes = setup.trained.processes.is_first
-        self.belongs: JsonObject = {}
-        """Configuration, vocabulary and run that the weights belong to (`checkpoints.weights_identity`)."""
-        self.saved_step: int | None = None
-        """Step of the last checkpoint; None if `save` must write the next checkpoint in any case."""
+        self.belongs: JsonObject = {}  # what the weights belong to (`checkpoints.weights_identity`)
+        self.saved_step: int | None = None  # step of the last checkpoint; None: `save` must write the next in any case
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -70,17 +67,15 @@ class CheckpointSaver:
             contents = copied_state(state, self._setup)
             copy_seconds = time.perf_counter() - began
             contents.belongs = self.belongs
-            named = (counters.best_step, counters.scheduled_step, counters.scheduled_best)
-            protected = {each for each in named if each is not None}
             self.saved_step = step
-            try:
-                self._begin(step, contents, counters.best_step, protected, copy_seconds)
-            except UserError as error:
-                if required:
-                    raise
-                self._tolerate(error, state)
+            write = (contents, dataclasses.replace(counters), copy_seconds)
+            # A daemon, so that a second signal ends the program without waiting for a disk.
+            self._thread = threading.Thread(target=self._write, args=write, name="checkpoint", daemon=True)
+            self._thread.start()
         if required:
             self.wait()
+        elif not self._setup.run.train.async_checkpoints:
+            self.finish(state)
 
     def finish(self, state: TrainingState) -> None:
         """Wait for the thread that writes, then handle a failed checkpoint as `check` does."""
@@ -119,28 +114,6 @@ class CheckpointSaver:
                 f"{last_checkpoint(self._directory)}; {REMEDY}"
             )
 
-    def _begin(
-        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
-    ) -> None:
-        """Start to write a checkpoint; wait for it unless checkpoints are written in the background.
-
-        Args:
-            step: step of the checkpoint.
-            contents: copy of the state, which nothing else changes.
-            best_step: step of the best checkpoint, for the pointer `best`.
-            protected: steps whose checkpoints must not be deleted.
-            copy_seconds: seconds that copying the state took, for the log.
-        """
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(step, contents, best_step, protected, copy_seconds),
-            name="checkpoint",
-            daemon=True,  # a second signal ends the program without waiting for a disk
-        )
-        self._thread.start()
-        if not self._setup.run.train.async_checkpoints:
-            self.wait()
-
     def join(self) -> None:
         """Wait for the thread that writes, whether it succeeds or not."""
         if self._thread is not None:
@@ -152,22 +125,18 @@ class CheckpointSaver:
             error, self._error = self._error, None
             raise error
 
-    def _write(
-        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
-    ) -> None:
+    def _write(self, contents: Contents, counters: Counters, copy_seconds: float) -> None:
         try:
             if self._writes:
-                self._write_and_point(step, contents, best_step, protected, copy_seconds)
+                self._write_and_point(contents, counters, copy_seconds)
             elif contents.write_shards is not None:
-                folder = self._directory.checkpoints / f".{checkpoint_name(step)}.partial" / STATE_SHARDS
+                folder = self._directory.checkpoints / f".{checkpoint_name(counters.step)}.partial" / STATE_SHARDS
                 contents.write_shards(folder)  # process 0 reports the errors
         except BaseException as error:  # raised again in the training thread
             self._error = error
 
-    def _write_and_point(
-        self, step: int, contents: Contents, best_step: int | None, protected: set[int], copy_seconds: float
-    ) -> None:
-        folder, began = self._directory.checkpoints, time.perf_counter()
+    def _write_and_point(self, contents: Contents, counters: Counters, copy_seconds: float) -> None:
+        folder, step, began = self._directory.checkpoints, counters.step, time.perf_counter()
         try:
             written = write_checkpoint(folder, step, contents)
         finally:
@@ -175,13 +144,16 @@ class CheckpointSaver:
                 contents.give_up()  # the other processes wait for this if writing failed before the shards
         # The pointers move before a checkpoint that they named is deleted.
         self._directory.set_pointer("latest", written.name)
-        point_at_best(self._directory, best_step)
+        point_at_best(self._directory, counters.best_step)
         seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
-        self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=best_step == step, **seconds)
+        is_best = counters.best_step == step
+        self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=is_best, **seconds)
         # The checkpoint that `best` names is kept until `best` moves: saving a better one may have failed.
         best = self._directory.pointer("best")
-        kept = {checkpoint_name(each) for each in protected} | {written.name} | ({best.name} if best else set())
-        for name in prune(folder, self._setup.run.train.keep_checkpoints, kept):
+        steps = (step, counters.best_step, counters.scheduled_step, counters.scheduled_best)
+        protected = {checkpoint_name(needed) for needed in steps if needed is not None}
+        protected |= {best.name} if best else set()
+        for name in prune(folder, self._setup.run.train.keep_checkpoints, protected):
             self._setup.display.message(f"note: {folder / name} could not be deleted; training goes on")
 
 
@@ -194,21 +166,21 @@ def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
         directory.set_pointer("best", name)
 
 
-def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
+def newest_good(directory: RunDirectory, run_id: str | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the newest intact checkpoint of a run, and the reasons why newer ones were refused and set aside.
 
     Raises:
         UserError: if there are checkpoints and none is intact; none of them is then moved.
     """
     folder, refused = directory.checkpoints, []
-    names = names_in(folder)
-    for name in reversed(names):
+    for name in reversed(checkpoint_names(folder)):
         try:
-            verify_checkpoint(folder / name, directory.run_id())
+            checkpoint = VerifiedCheckpoint(folder / name)
+            checkpoint.verify(run_id)
         except UserError as error:
             refused.append((name, str(error)))
             continue
-        return folder / name, [f"{reason}; set aside as {set_aside(folder / bad).name}" for bad, reason in refused]
+        return checkpoint, [f"{reason}; set aside as {set_aside(folder / bad).name}" for bad, reason in refused]
     if refused:
         others = f" (and {len(refused) - 1} older checkpoints cannot be used either)" if len(refused) > 1 else ""
         raise UserError(f"{refused[0][1]}{others}")
@@ -218,7 +190,7 @@ def newest_good(directory: RunDirectory) -> tuple[Path | None, list[str]]:
 def is_lost(setup: TrainingSetup, model: nn.Module) -> bool:
     """Return whether any process holds a weight that is not finite."""
     weights = (local_tensor(parameter.detach()) for parameter in model.parameters())
-    return setup.trained.processes.any(not all(bool(each.isfinite().all()) for each in weights))
+    return setup.trained.processes.any(not all(bool(weight.isfinite().all()) for weight in weights))
 
 
 def last_checkpoint(directory: RunDirectory) -> str:

@@ -43,7 +43,7 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
     if config.schedule == "constant":
         return peak
     if config.schedule == "steps":
-        return max(lowest, peak * 0.1 ** sum(step >= each for each in config.decay_at))
+        return max(lowest, peak * 0.1 ** sum(step >= end for end in config.decay_at))
     if config.schedule == "inverse_sqrt":
         return max(lowest, peak * math.sqrt(max(warmup, 1) / (step + 1)))
     end = config.steps if config.average_from is None else config.average_from

@@ -13,17 +13,16 @@ from types import FrameType
 
 from txl.errors import STOP_SIGNALS
 
+# Signals of which the second one does not wait for the state to be saved. A closed terminal may send several SIGHUP,
+# and the SIGTERM at a time limit follows the SIGUSR1 that warned of it.
 _URGENT = (signal.SIGINT, signal.SIGTERM)
-"""Signals of which the second one does not wait for the state to be saved. A closed terminal may send several SIGHUP,
-and the SIGTERM at a time limit follows the SIGUSR1 that warned of it."""
 
 
 @dataclass
 class StopRequest:
     """A request to stop."""
 
-    received: int | None = None
-    """Number of the signal that was received; None if none was."""
+    received: int | None = None  # number of the signal that was received; None if none was
 
 
 @contextmanager
@@ -59,14 +58,14 @@ def stop_requests(quiet: bool = False) -> Iterator[StopRequest]:
         if request.received is None or received in _URGENT:
             request.received = received
 
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    usual = [each for each in (signal.SIG_DFL, before[signal.SIGTERM]) if each != signal.SIG_IGN]
-    previous = {each: handler for each, handler in before.items() if each in _URGENT or handler in usual}
-    for each in previous:
-        signal.signal(each, note)
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    usual = [handler for handler in (signal.SIG_DFL, before[signal.SIGTERM]) if handler != signal.SIG_IGN]
+    previous = {number: handler for number, handler in before.items() if number in _URGENT or handler in usual}
+    for number in previous:
+        signal.signal(number, note)
     try:
         yield request
     finally:
-        for each, handler in previous.items():
+        for number, handler in previous.items():
             # None: the previous handler was not set from Python and cannot be restored from Python.
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -27,9 +28,7 @@ from txl.runs.checkpoints import (
     STATE_SHARDS,
     STATE_TENSORS_FILE,
     Contents,
-    read_state,
-    read_tensors,
-    verify_belongs,
+    VerifiedCheckpoint,
 )
 from txl.runs.directory import load_weights
 from txl.training.averaging import WeightAverage
@@ -38,8 +37,7 @@ from txl.training.parallel import TrainedModel, full_tensor, local_tensor
 from txl.training.starting import imported
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
-SHARED = "limits"
-"""Name of the tensor of a state that has no lanes; all other tensors have the lanes as their first dimension."""
+SHARED = "limits"  # tensor of a state that has no lanes; all other tensors have the lanes as their first dimension
 
 
 def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
@@ -66,7 +64,7 @@ def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
             sharded[f"memory.{name}"] = trained.of_lanes(tensor)
         elif (parts := processes.gather(tensor)) is not None:
             tensors[f"memory.{name}"] = torch.cat(parts)
-    for name, generator in _random_states(setup.device).items():
+    for name, generator in generator_states(setup.device).items():
         generators = processes.gather(generator)
         if generators is not None:
             tensors[f"random.{name}"] = torch.stack(generators)
@@ -94,12 +92,11 @@ class _Copies:
         self._made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        kept = self._made.get(id(tensor))
-        if kept is None or kept[0] is not tensor:
+        if id(tensor) not in self._made:
             detached = tensor.detach()
-            kept = tensor, detached.clone() if detached.device.type == "cpu" else detached.cpu()
-            self._made[id(tensor)] = kept
-        return kept[1]
+            # The tensor is kept with its copy, so that its id stays its own.
+            self._made[id(tensor)] = tensor, detached.clone() if detached.device.type == "cpu" else detached.cpu()
+        return self._made[id(tensor)][1]
 
 
 class _ShardWriter:
@@ -120,7 +117,7 @@ class _ShardWriter:
         try:
             save(self._tensors, storage_writer=writer, process_group=self._trained.saving_group)
         except CheckpointException as error:
-            reasons = [str(each[0]) for each in error.failures.values()]
+            reasons = [str(failure[0]) for failure in error.failures.values()]
             raise OSError(5, "; ".join(dict.fromkeys(reasons))) from None
 
     def give_up(self) -> None:
@@ -130,17 +127,17 @@ class _ShardWriter:
             self._trained.first_says_yes(False)
 
 
-def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> None:
+def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedCheckpoint) -> None:
     """Load a checkpoint into a training state that was built from the same configuration."""
-    numbers, where = read_state(checkpoint), setup.directory.path
-    if "corpus" not in numbers and setup.directory.started() is None:
+    numbers, where = checkpoint.state(), setup.directory.path
+    if "imported_from" in numbers:
         raise imported(where)
     try:
         corpus, position = numbers["corpus"], StreamPosition.from_dict(numbers["position"])
         counters, averaged = Counters.from_dict(numbers["progress"]), numbers.get("averaged")
         n_process = int(numbers["processes"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise UserError(f"{checkpoint}: its training state is damaged; {OTHERWISE}") from None
+        raise UserError(f"{checkpoint.path}: its training state is damaged; {OTHERWISE}") from None
     identity = setup.corpus.info()["identity"]
     if corpus != identity:
         source = shlex.quote(str(where))
@@ -149,14 +146,14 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
             f"is {str(identity)[:12]}); give another --out, with --init-from {source} to start from its weights, or "
             f"--fork to do so beside it"
         )
-    verify_belongs(checkpoint, asdict(setup.run.model), where / "vocabulary.json")
+    checkpoint.check_belongs(asdict(setup.run.model), where / "vocabulary.json")
     try:
         _restore_tensors(state, setup, checkpoint, averaged, n_process, counters.step)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_peer(error):
             raise  # the checkpoint is not to blame
         raise UserError(
-            f"{checkpoint}: its training state is not that of this configuration{cause(error)}; {OTHERWISE}"
+            f"{checkpoint.path}: its training state is not that of this configuration{cause(error)}; {OTHERWISE}"
         ) from None
     train = setup.run.train
     if train.follows_validation and counters.step < train.steps:
@@ -167,47 +164,50 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: Path) -> Non
 
 
 def _restore_tensors(
-    state: TrainingState, setup: TrainingSetup, checkpoint: Path, averaged: int | None, n_process: int, step: int
+    state: TrainingState,
+    setup: TrainingSetup,
+    checkpoint: VerifiedCheckpoint,
+    averaged: int | None,
+    n_process: int,
+    step: int,
 ) -> None:
     """Restore weights, averaged weights, optimiser, memory and random generators."""
-    trained = setup.trained
+    trained, source = setup.trained, str(checkpoint.path)
     state.average = None
     if averaged is not None:
         state.average = WeightAverage(state.model, setup.run.train.average_mu)
         state.average.count = averaged
     tensors = _training_tensors(checkpoint, trained)
     if trained.is_sharded:
-        trained.load_shards(checkpoint, dict(state.model.state_dict()))
+        trained.load_shards(checkpoint.path, dict(state.model.state_dict()))
     else:
-        load_weights(state.best_model, read_tensors(checkpoint, MODEL_FILE), str(checkpoint))
+        load_weights(state.best_model, checkpoint.tensors(MODEL_FILE), source)
         if state.average is not None:
-            load_weights(state.model, under("weights.", tensors), str(checkpoint))
+            load_weights(state.model, under("weights.", tensors), source)
     load_optimizer_tensors(state.optimizer, state.model, under("optimizer.", tensors))
     state.memory = _divided(under("memory.", tensors), setup)
-    _set_random_states(under("random.", tensors), setup, n_process, step)
+    _restore_generators(under("random.", tensors), setup, n_process, step)
 
 
-def _training_tensors(checkpoint: Path, trained: TrainedModel) -> dict[str, Tensor]:
+def _training_tensors(checkpoint: VerifiedCheckpoint, trained: TrainedModel) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint except the weights, as shards if the model is sharded."""
-    tensors = read_tensors(checkpoint, STATE_TENSORS_FILE)
-    folder = checkpoint / STATE_SHARDS
+    tensors, folder = checkpoint.tensors(STATE_TENSORS_FILE), checkpoint.path / STATE_SHARDS
     if not trained.is_sharded and not folder.is_dir():
         return tensors
-    source = folder if folder.is_dir() else checkpoint
-    targets: dict[str, Tensor] = {}
-    shapes = shapes_in(source)
+    source = folder if folder.is_dir() else checkpoint.path
+    shards: dict[str, Tensor] = {}
     parameters = dict(trained.model.named_parameters())
-    for name, (shape, dtype) in shapes.items():
+    for name, (shape, dtype) in shapes_in(source).items():
         kind, _, rest = name.partition(".")
         parameter, is_moment = parameters.get(rest.rpartition("/")[0]), not name.endswith("/step")
         if kind == "optimizer" and trained.is_sharded and parameter is not None and is_moment:
-            targets[name] = torch.zeros_like(parameter.detach())
+            shards[name] = torch.zeros_like(parameter.detach())
         elif kind == "memory" and rest != SHARED and trained.is_sharded:
-            targets[name] = trained.empty_lanes(shape, dtype)
+            shards[name] = trained.empty_lanes(shape, dtype)
         elif kind in ("optimizer", "memory", "weights"):
-            targets[name] = torch.empty(shape, dtype=dtype)
-    trained.load_shards(source, targets)
-    local = {name: local_tensor(tensor) if name.startswith("memory.") else tensor for name, tensor in targets.items()}
+            shards[name] = torch.empty(shape, dtype=dtype)
+    trained.load_shards(source, shards)
+    local = {name: local_tensor(tensor) if name.startswith("memory.") else tensor for name, tensor in shards.items()}
     return tensors | local
 
 
@@ -215,8 +215,8 @@ def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return the shape and dtype of every tensor in a folder of shards or of whole files."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: (entry.size, entry.properties.dtype) for name, entry in found.items()}  # pyright: ignore
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # pyright: ignore
 
 
 def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
         tensors = state.to_tensors()
         if state.length is not None and state.length < length:
             missing = (0, 0, length - state.length, 0)
-            tensors = {name: pad(each, missing) if each.ndim == 3 else each for name, each in tensors.items()}
+            tensors = {name: pad(value, missing) if value.ndim == 3 else value for name, value in tensors.items()}
         parts.append(tensors)
     return {
         name: first if name == SHARED else torch.cat([part[name] for part in parts]) for name, first in parts[0].items()
@@ -285,31 +285,39 @@ def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _random_states(device: str) -> dict[str, Tensor]:
+def generator_states(device: str) -> dict[str, Tensor]:
+    """Return the states of PyTorch's random generators: "cpu", and "cuda" if the device is a GPU."""
     states = {"cpu": torch.get_rng_state()}
     if device.startswith("cuda"):
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def _set_random_states(states: dict[str, Tensor], setup: TrainingSetup, n_process: int, step: int) -> None:
+def set_generators(states: dict[str, Tensor], device: str) -> None:
+    """Set the random generators to the result of `generator_states`."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.startswith("cuda"):
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _restore_generators(states: dict[str, Tensor], setup: TrainingSetup, n_process: int, step: int) -> None:
     """Restore this process's random generators, or seed them anew if the run had another number of processes."""
     processes = setup.trained.processes
     if any(len(states[name]) != n_process for name in {"cpu", *states}):
         raise ValueError(f"random states of {len(states['cpu'])} processes, of a run with {n_process}")
-    if n_process != processes.count:
-        seed_of_process(setup.run.train.seed, processes.rank, step)
-        if processes.is_first:
-            setup.display.message(
-                f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory "
-                f"are the same, but dropout uses other random numbers"
-            )
+    if n_process == processes.count:
+        set_generators({name: state[processes.rank].clone() for name, state in states.items()}, setup.device)
         return
-    torch.set_rng_state(states["cpu"][processes.rank].clone())
-    if "cuda" in states and setup.device.startswith("cuda"):
-        torch.cuda.set_rng_state(states["cuda"][processes.rank].clone(), setup.device)
+    sequence = np.random.SeedSequence((setup.run.train.seed, processes.rank, step))
+    torch.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+    if processes.is_first:
+        setup.display.message(
+            f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory are "
+            f"the same, but dropout uses other random numbers"
+        )
 
 
-def seed_of_process(seed: int, rank: int, step: int) -> None:
-    """Seed the random generators of a process, so that each process draws its own numbers from a step on."""
-    torch.manual_seed(hash((seed, rank, step)) % 2**63)
+def seed_first(seed: int, rank: int) -> None:
+    """Seed the random generators of a process at the beginning of a run, so that each process draws its own numbers."""
+    # The tuple's hash, not a seed sequence: its numbers are those of all runs of several processes so far.
+    torch.manual_seed(hash((seed, rank, 0)) % 2**63)

@@ -14,39 +14,41 @@ from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import UserError
 from txl.files import absolute, check_utf8, refuse_file
-from txl.runs.checkpoints import MODEL_FILE, checkpoint_name, read_tensors
+from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint, checkpoint_name
 from txl.runs.directory import RunDirectory, load_weights
-from txl.runs.events import ImportEvent, select
 from txl.training.schedule import learning_rate
 
 if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds to import
     from txl.models.language_model import LanguageModel
     from txl.training.state import TrainingState
 
+# Files that a start may leave behind if it failed before config.json was written, and those it was writing.
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
-"""Files that a start may leave behind if it failed before config.json was written."""
 _BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.[0-9a-f-]+\.partial")
-"""Names of files that a killed start was writing."""
-
-_LISTED = 6
-"""Largest number of changed fields that a message names."""
+_AUXILIARY = "auxiliary."  # prefix of the weights that only auxiliary losses need (`txl.models.vanilla`)
+_LISTED = 6  # largest number of changed fields that a message names
 
 
 def make_directory(path: Path) -> list[Path]:
     """Create a directory with its parents, and return the folders that were missing, innermost first."""
     check_utf8(path)
     refuse_file(path, "out")
-    missing = [each for each in (path, *path.parents) if not each.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        for each in missing:
-            with suppress(OSError):
-                each.rmdir()
+        remove_empty(missing)
         raise UserError(f"--out {path}: {error.strerror}; give a directory that can be written") from None
     if not os.access(path, os.W_OK | os.X_OK):
         raise UserError(f"--out {path}: not writable; give a directory that can be written")
     return missing
+
+
+def remove_empty(folders: list[Path]) -> None:
+    """Remove folders, innermost first, that hold nothing; another run may have begun beside them."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def begins_here(
@@ -95,10 +97,10 @@ def refuse_foreign(directory: RunDirectory, was_ours: bool) -> None:
     """Refuse a directory without a run that has files which no trainer has written."""
     if directory.config_path.exists():
         return
-    for each in sorted(directory.path.iterdir()):
-        if each.name != ".lock" and not (was_ours and _is_of_a_begun_run(each)):
+    for path in sorted(directory.path.iterdir()):
+        if path.name != ".lock" and not (was_ours and _is_of_a_begun_run(path)):
             raise UserError(
-                f"--out {directory.path}: not empty and not a run directory (it contains {each.name}); give another "
+                f"--out {directory.path}: not empty and not a run directory (it contains {path.name}); give another "
                 f"directory"
             )
 
@@ -109,9 +111,7 @@ def check_directory(path: Path) -> None:
     try:
         refuse_foreign(RunDirectory(path), is_ours(RunDirectory(path)))
     finally:
-        for each in missing:
-            with suppress(OSError):  # another run may begin beside it
-                each.rmdir()
+        remove_empty(missing)
 
 
 def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
@@ -125,7 +125,7 @@ def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
 def has_checkpoint(directory: RunDirectory) -> bool:
     """Return whether a run has written a checkpoint, including one that was later refused."""
     folder = directory.checkpoints
-    return folder.is_dir() and any(not each.name.startswith(".") for each in folder.iterdir())
+    return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
 
 
 def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = False) -> None:
@@ -157,18 +157,16 @@ def imported(path: Path) -> UserError:
 
 def refuse_imported(directory: RunDirectory) -> None:
     """Refuse to continue an imported model."""
-    if select(directory.events(), ImportEvent) and directory.started() is None:
+    if directory.log().is_import:
         raise imported(directory.path)
 
 
 def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
     """Refuse `--init-from` for a run that continues and did not start from these weights."""
-    started = directory.started()
+    started = directory.log().started
     if init_from is None or started is None:
         return
-    first = started.get("init_from")
-    if first is not None and not os.path.isabs(first):
-        return  # from an older log: relative to a folder that the log does not name
+    first = started["init_from"]
     if first is None or first != absolute(str(init_from)):
         began = "random weights" if first is None else f"those of {first}"
         raise UserError(
@@ -227,23 +225,19 @@ def may_differ(run: RunConfig) -> frozenset[str]:
 
 def remove_begun(path: Path) -> None:
     """Remove the files of a failed start, except for the lock."""
-    for each in path.iterdir():
-        if _is_of_a_begun_run(each):
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each, ignore_errors=True)
+    for left in path.iterdir():
+        if _is_of_a_begun_run(left):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
             else:
-                each.unlink(missing_ok=True)
+                left.unlink(missing_ok=True)
 
 
 def _is_of_a_begun_run(path: Path) -> bool:
     """Return whether a file may come from a start that failed before config.json was written."""
     if path.name == "checkpoints":
-        return {each.name for each in path.iterdir() if not each.name.startswith(".")} <= {checkpoint_name(0)}
+        return {left.name for left in path.iterdir() if not left.name.startswith(".")} <= {checkpoint_name(0)}
     return path.name in _BEGUN or _BEGUN_PARTIAL.fullmatch(path.name) is not None
-
-
-_AUXILIARY = "auxiliary."
-"""Prefix of the names of weights that only auxiliary losses need (`txl.models.vanilla`)."""
 
 
 def weight_changes(source: RunDirectory, run: RunConfig) -> list[str]:
@@ -282,7 +276,7 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
     Returns:
         Short description of the classifiers left out or not loaded; None if both models have the same.
     """
-    weights = read_tensors(source.checkpoint(), MODEL_FILE)
+    weights = VerifiedCheckpoint(source.checkpoint()).tensors(MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))
     if size != model.vocab_size:
         raise UserError(
@@ -294,9 +288,9 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
     left_out, fresh = theirs - ours.keys(), ours.keys() - theirs
     weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
     load_weights(model, weights | {name: ours[name] for name in fresh}, str(source.path))
-    said = [f"{_classifiers(left_out)} left out"] if left_out else []
-    said += [f"{_classifiers(fresh)} newly initialised"] if fresh else []
-    return ", ".join(said) or None
+    notes = [f"{_classifiers(left_out)} left out"] if left_out else []
+    notes += [f"{_classifiers(fresh)} newly initialised"] if fresh else []
+    return ", ".join(notes) or None
 
 
 def _classifiers(names: set[str]) -> str:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-import torch
-
 from txl.config import RunConfig
 from txl.config.values import checked, from_plain
 from txl.data.corpora import Corpus
@@ -22,11 +20,11 @@ from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
 from txl.training.averaging import WeightAverage
 from txl.training.display import Display
+from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.run_log import RunLog
+from txl.training.run_log import LogWriter
 
-_RECENT = 100
-"""Number of updates for the mean and deviation of the loss; before so many updates no loss is a spike."""
+_RECENT = 100  # updates for the mean and deviation of the loss; before so many updates no loss is a spike
 
 
 @dataclass
@@ -64,40 +62,25 @@ class LossWatch:
 class Counters:
     """Counts since the first step of a run, across all interruptions; a checkpoint stores them as JSON."""
 
-    step: int = 0
-    """Number of steps made, including skipped updates: the position in every schedule."""
-    tokens: int = 0
-    """Number of targets that had a loss."""
-    tokens_read: int = 0
-    """Number of tokens read, in all segments; above `tokens` if not every position has a loss."""
-    seconds: float = 0.0
-    """Time spent training, evaluating and saving."""
-    best_nll: float | None = None
-    """Lowest validation loss in nats per token; `best_step` is the step that reached it."""
-    best_step: int | None = None
-    loss_sum: float = 0.0
-    """Sum of the losses since the last log line, in nats; `loss_count` is the number of targets in the sum."""
-    loss_count: int = 0
-    validation_losses: list[float] = field(default_factory=list)
-    """Validation losses of all evaluations so far in nats per token, oldest first."""
-    validation_due: bool = False
-    """True if the run was stopped during the evaluation after this step."""
-    skipped: int = 0
-    """Number of updates skipped because the loss or the gradient was not finite."""
+    step: int = 0  # number of steps made, including skipped updates: the position in every schedule
+    tokens: int = 0  # number of targets that had a loss
+    tokens_read: int = 0  # number of tokens read, in all segments; above `tokens` if not every position has a loss
+    seconds: float = 0.0  # time spent training, evaluating and saving
+    best_nll: float | None = None  # lowest validation loss in nats per token
+    best_step: int | None = None  # step that reached it
+    loss_sum: float = 0.0  # sum of the losses since the last log line, in nats
+    loss_count: int = 0  # number of targets in the sum
+    validation_losses: list[float] = field(default_factory=list)  # of all evaluations, in nats per token, oldest first
+    validation_due: bool = False  # True if the run was stopped during the evaluation after this step
+    skipped: int = 0  # number of updates skipped because the loss or the gradient was not finite
     skipped_in_a_row: int = 0
-    scheduled_step: int | None = None
-    """Step of the newest scheduled checkpoint; checkpoints of an interruption do not count."""
-    scheduled_best: int | None = None
-    """`best_step` at the scheduled checkpoint; a run that goes back to that checkpoint also restores this value."""
-    rollbacks: int = 0
-    """Number of times that the run went back to a checkpoint because of a spike of the loss."""
+    scheduled_step: int | None = None  # step of the newest scheduled checkpoint; those of an interruption do not count
+    scheduled_best: int | None = None  # `best_step` at that checkpoint, which a run that goes back to it restores
+    rollbacks: int = 0  # number of times that the run went back to a checkpoint because of a spike of the loss
     watch: LossWatch = field(default_factory=LossWatch)
-    first_loss: float | None = None
-    """Loss of the first update that was not skipped, in nats per target; None before it."""
-    last_loss: float | None = None
-    """Loss of the last update that was not skipped, in nats per target; None after a loss that was not finite."""
-    last_norm: float | None = None
-    """Norm of the last update's gradient before clipping; skipped updates do not count."""
+    first_loss: float | None = None  # loss of the first update that was not skipped, in nats per target
+    last_loss: float | None = None  # loss of the last update that was not skipped; None after a loss that is not finite
+    last_norm: float | None = None  # gradient norm before clipping of the last update that was not skipped
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> Counters:
@@ -112,7 +95,7 @@ class Counters:
 def _losses(values: object) -> list[float]:
     if not isinstance(values, list):
         raise UserError("progress.validation_losses is no list")
-    return [checked(float, each, "progress.validation_losses") for each in values]
+    return [checked(float, loss, "progress.validation_losses") for loss in values]
 
 
 @dataclass
@@ -122,16 +105,12 @@ class TrainingState:
     The state of PyTorch's global random generators is also needed; `snapshot` reads and sets it.
     """
 
-    model: FamilyModel
-    """The model that is trained; the class of its state depends on the family."""
-    optimizer: torch.optim.Optimizer
-    memory: list[State]
-    """State of `model` for each part of this process's lanes."""
-    position: StreamPosition
-    """Position of the next segment to read."""
+    model: FamilyModel  # the model that is trained; the class of its state depends on the family
+    optimizer: Optimizer
+    memory: list[State]  # state of `model` for each part of this process's lanes
+    position: StreamPosition  # position of the next segment to read
     counters: Counters = field(default_factory=Counters)
-    average: WeightAverage[FamilyModel] | None = None
-    """The average of the weights, once it has begun."""
+    average: WeightAverage[FamilyModel] | None = None  # the average of the weights, once it has begun
 
     @property
     def best_model(self) -> FamilyModel:
@@ -147,13 +126,12 @@ class TrainingSetup:
     directory: RunDirectory
     corpus: Corpus
     device: str
-    trained: TrainedModel
-    """The model, with the engine that synchronises it between processes."""
+    trained: TrainedModel  # the model, with the engine that synchronises it between processes
     stream: LaneStream | SentenceStream
     display: Display
-    log: RunLog
+    log: LogWriter
 
-    def first_state(self, optimizer: torch.optim.Optimizer) -> TrainingState:
+    def first_state(self, optimizer: Optimizer) -> TrainingState:
         """Return the training state at the beginning of the text."""
         return TrainingState(self.trained.model, optimizer, self.empty_memory(), self.stream.start())
 

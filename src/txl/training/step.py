@@ -1,4 +1,4 @@
-"""The training step: one update of the weights.
+"""The training step: one update of the weights, and the reading of its loss.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -8,76 +8,84 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.devices import Late
+from txl.data.streams import Segment
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective, State, TailRows
-from txl.training.parallel import TrainedModel, full_tensor, is_sharded
+from txl.training.optimisers import Optimizer
+from txl.training.parallel import TrainedModel, full_tensor
 
 
 @dataclass(frozen=True)
 class StepInputs:
     """Everything that one update reads besides model, optimiser and configuration, for this process's lanes."""
 
-    tokens: Tensor
-    """Tokens that the model reads, int64 [B,T]."""
-    targets: Tensor
-    """Tokens that follow them, int64 [B,T]."""
-    states: Sequence[State]
-    """State of each part; the B lanes are divided into as many equal parts as there are states."""
-    progress: float = 0.0
-    """Fraction of all updates already made, for schedules of auxiliary losses."""
-    void: Tensor | None = None
-    """Bool without dimension, on the device: true if this update must be skipped in any case; for an optimiser that
-    `skips_on_device`."""
-    tail_rows: Sequence[TailRows | None] | None = None
-    """Room for the targets of tail clusters in each part, as in `Objective`."""
-    lengths: tuple[int, ...] | None = None
-    """Lengths of the consecutive segments that make up the T tokens, as in `Objective`; None: one segment."""
+    tokens: Tensor  # tokens that the model reads, int64 [B,T]
+    targets: Tensor  # tokens that follow them, int64 [B,T]
+    states: Sequence[State]  # state of each part; the B lanes are divided into as many equal parts
+    progress: float = 0.0  # fraction of all updates already made, for schedules of auxiliary losses
+    void: Tensor | None = None  # bool on the device: true if the update must be skipped, as the one before it was
+    tail_rows: Sequence[TailRows | None] | None = None  # room for targets of tail clusters in each part (`Objective`)
+    lengths: tuple[int, ...] | None = None  # lengths of the consecutive segments of the T tokens; None: one segment
 
 
-class StepResult:
-    """Loss, gradient norm and new memory of an update. Reading the loss or the norm waits for the device.
+class UpdateResult(NamedTuple):
+    """Figures of an update."""
+
+    loss: float  # mean nats over the targets that count, before the update and without regularisation terms
+    grad_norm: float  # before clipping
+    updated: bool  # False: the update was skipped (not finite, or `void` was set), and the weights are unchanged
+
+
+class StepOutput(NamedTuple):
+    """Tensors that an update returns; those on the device may still be computed."""
+
+    numbers: Tensor  # loss, gradient norm, and 1 if the update was skipped, else 0: float64 [3]
+    skipped: Tensor  # the third number as a bool without dimension
+    states: list[State]  # new memory of each part of the lanes
+    n_target: int  # number of targets that had a loss, in all processes
+
+    def result(self) -> UpdateResult:
+        """Return the figures of the update, after waiting for the device."""
+        loss, grad_norm, skipped = self.numbers.tolist()
+        return UpdateResult(loss, grad_norm, skipped == 0)
+
+
+class PendingUpdate:
+    """An update that was launched, and whose figures are read when the next update was launched, too.
+
+    A GPU computes an update while the host prepares the next one. Reading the loss at once would leave the GPU without
+    work for the time of the preparation. The copy of the figures to the host begins here, behind the update and before
+    the next one, so that `result` waits for this update alone.
 
     Args:
-        numbers: loss, gradient norm, and 1 if the update was skipped, else 0, on the device: float64 [3].
-        skipped: third number as a bool without dimension, on the device.
-        states: new memory of each part of the lanes.
-        targets: number of targets that had a loss, in all processes.
+        output: tensors of the update.
+        segment: text that the update read, of all lanes.
+        generators: states of the random generators before the update.
+        averaged: number of updates in the average of the weights before the update.
     """
 
-    def __init__(self, numbers: Tensor, skipped: Tensor, states: list[State], targets: int):
-        self.numbers, self.skipped = numbers, skipped
-        self.states, self.targets = states, targets
-        self._sent: Late | None = None
+    def __init__(self, output: StepOutput, segment: Segment, generators: dict[str, Tensor], averaged: int | None):
+        self.output, self.segment, self.generators, self.averaged = output, segment, generators, averaged
+        self._copied: torch.cuda.Event | None = None
+        if output.numbers.is_cuda:
+            # Only a copy to pinned memory does not wait; it lies before the next update in the GPU's queue.
+            numbers = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            numbers.copy_(output.numbers, non_blocking=True)
+            self.output = output._replace(numbers=numbers)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
 
-    def send(self) -> None:
-        """Start to copy the numbers to the host, so that reading them does not wait for work launched later."""
-        self._sent = self._sent or Late(self.numbers)
-
-    def _read(self, place: int) -> float:
-        self.send()
-        assert self._sent is not None
-        return self._sent.read()[place]
-
-    @property
-    def loss(self) -> float:
-        """Mean loss in nats over the targets that count, before the update and without regularisation terms."""
-        return self._read(0)
-
-    @property
-    def grad_norm(self) -> float:
-        """Norm of the gradient, before clipping."""
-        return self._read(1)
-
-    @property
-    def updated(self) -> bool:
-        """False if the update was skipped (not finite, or `void` was set); the weights are then unchanged."""
-        return self._read(2) == 0
+    def result(self) -> UpdateResult:
+        """Return the figures of the update, after waiting for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self.output.result()
 
 
 class StepAbandoned(Exception):
@@ -86,11 +94,11 @@ class StepAbandoned(Exception):
 
 def training_step(
     trained: FamilyModel | TrainedModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     inputs: StepInputs,
     config: TrainConfig,
-    abandon: Callable[[], bool] | None = None,
-) -> StepResult:
+    abandon: Callable[[], object] | None = None,
+) -> StepOutput:
     """Make one update of the weights: forward, backward, clip, optimiser.
 
     The lanes are divided into as many parts as there are states. Each part has its own forward and backward pass and
@@ -103,10 +111,10 @@ def training_step(
         optimizer: optimiser with the learning rate of this update already set.
         inputs: tokens, targets and states, and what else the update reads.
         config: training configuration, of which dtype, clip and loss are used.
-        abandon: function called between two parts; if it returns True, the step is abandoned.
+        abandon: function called between two parts; if its result is true, the step is abandoned.
 
     Raises:
-        StepAbandoned: if `abandon` returned True.
+        StepAbandoned: if `abandon` returned something true.
     """
     if not isinstance(trained, TrainedModel):
         trained = TrainedModel(trained)
@@ -118,44 +126,25 @@ def training_step(
     lanes = zip(tokens.chunk(parts), targets.chunk(parts), inputs.states, rows, strict=True)
     for number, (part_tokens, part_targets, state, room) in enumerate(lanes):
         if number and abandon is not None and abandon():
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             raise StepAbandoned
         objective = Objective(config.loss, inputs.progress, room, inputs.lengths)
         with trained.part(is_last=number == parts - 1):
             with autocast:
                 loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
+            # All parts have equally many targets, so the mean of their means is the mean over the whole batch.
             ((loss + penalty) / parts).backward()
         total = total + loss.detach().double() / parts
         new_states.append(new_state)
-    largest = config.clip if config.clip > 0 else math.inf
+    largest = config.clip if config.clip > 0 else math.inf  # without clipping, the call still returns the norm
     norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained.parameters(), largest)).double()
     # A sum is not finite if one of its terms is not, so all processes decide alike.
     total, norm_sum = (processes.sum_of(torch.stack([total, norm])) / processes.count).unbind()
     skipped = ~(total.isfinite() & norm_sum.isfinite())
     if inputs.void is not None:
         skipped = skipped | inputs.void
-    _update(optimizer, skipped)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(skipped)
+    optimizer.zero_grad()
     counted = sum(map(Objective(config.loss).counted, inputs.lengths or targets.shape[1:]))
     n_target = processes.count * len(targets) * counted
-    return StepResult(torch.stack([total, norm, skipped.double()]), skipped, new_states, n_target)
-
-
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimiser can skip an update by a flag on the device, which the host does not read.
-
-    PyTorch's fused optimisers can, because mixed precision needs it, but not with sharded parameters. Muon can on a
-    GPU. SGD with momentum cannot.
-    """
-    parameters = (each for group in optimizer.param_groups for each in group["params"])
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not any(map(is_sharded, parameters))
-
-
-def _update(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
-    """Update the weights, unless `skipped` (a bool without dimension) is true."""
-    if skips_on_device(optimizer):
-        optimizer.found_inf = skipped.float()  # pyright: ignore[reportAttributeAccessIssue] (PyTorch's interface)
-        optimizer.step()
-        del optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
-    elif not bool(skipped):
-        optimizer.step()
+    return StepOutput(torch.stack([total, norm, skipped.double()]), skipped, new_states, n_target)

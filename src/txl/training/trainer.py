@@ -25,10 +25,10 @@ from txl.files import JsonObject, absolute
 from txl.models.language_model import Objective
 from txl.native.build import why_not
 from txl.processes import Processes, processes_of
-from txl.runs.checkpoints import read_state, remove_partial, weights_identity
+from txl.runs.checkpoints import VerifiedCheckpoint, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
-from txl.runs.events import EventName, StartEvent, select
+from txl.runs.events import EventName
 from txl.training.building import check_trainable, model_to_train
 from txl.training.compilation import compile_layers
 from txl.training.display import Display
@@ -36,10 +36,10 @@ from txl.training.estimate import parameters_by_part, softmax_hint
 from txl.training.loop import TrainingLoop
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.run_log import RunLog
+from txl.training.run_log import LogWriter
 from txl.training.saver import newest_good
 from txl.training.schedule import learning_rate
-from txl.training.snapshot import seed_of_process
+from txl.training.snapshot import seed_first
 from txl.training.starting import (
     begins_here,
     changed_fields,
@@ -51,6 +51,7 @@ from txl.training.starting import (
     make_directory,
     refuse_foreign,
     remove_begun,
+    remove_empty,
 )
 from txl.training.state import TrainingSetup
 from txl.training.validation import check_validation_split
@@ -87,6 +88,7 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = chosen_device(device)
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
+        self._log = self.directory.log()
         goes_on = self.directory.newest() is not None
         begun = self._model_begun_with() if goes_on else self.run.model
         is_compiled = getattr(begun, "attention", None) == "compiled" and self.device == "cpu"
@@ -145,9 +147,7 @@ class Trainer:
                                 (self.directory.path / ".lock").unlink(missing_ok=True)
         finally:
             if not self.directory.config_path.exists():
-                with suppress(OSError):
-                    for each in made:
-                        each.rmdir()
+                remove_empty(made)
 
     def would_go_on(self) -> bool:
         """Return whether the directory holds a run of this configuration and text, which `fit` would resume."""
@@ -156,10 +156,13 @@ class Trainer:
         if changed_fields(stored, self.run):
             return False
         newest = self.directory.newest()
-        return newest is None or read_state(newest).get("corpus") == self._corpus(False, None).info()["identity"]
+        identity = self._corpus(False, None).info()["identity"]
+        return newest is None or VerifiedCheckpoint(newest).state().get("corpus") == identity
 
     def _fit(self, is_new: bool) -> JsonObject:
         source = None
+        self._log = self.directory.log()  # since it was locked
+        self._run_id = self._log.run_id or uuid.uuid4().hex
         if not is_new:
             self.run = with_unset_data(self.run, self.directory.config())
         if is_new and self.init_from is not None:
@@ -202,8 +205,8 @@ class Trainer:
                 )
         elif not is_new:
             vocabulary = self.directory.vocabulary()
-            started = self.directory.started()
-            inherited = vocabulary if started is not None and started.get("init_from") else None
+            started = self._log.started
+            inherited = vocabulary if started is not None and started["init_from"] else None
 
         # The byte vocabulary is always the same; preparing the corpus again yields a run's own vocabulary again.
         if vocabulary is None or vocabulary.kind == "byte" or inherited is None:
@@ -214,8 +217,7 @@ class Trainer:
 
     def _model_begun_with(self) -> ModelConfig:
         """Return the model with the attention backend in the run's log, because another would round differently."""
-        started = self.directory.started()
-        return self.run.model.with_attention(None if started is None else started.get("attention"))
+        return self.run.model.with_attention(None if self._log.started is None else self._log.started["attention"])
 
     def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
         train = self.run.train
@@ -230,7 +232,7 @@ class Trainer:
                 display.message(f"train.compile: no working compiler here ({reason}); the layers run eagerly")
         trained = TrainedModel(model, self.processes, train.parallel)
         if not self.processes.is_first:  # each process draws its own dropout
-            seed_of_process(train.seed, self.processes.rank, 0)
+            seed_first(train.seed, self.processes.rank)
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
@@ -241,7 +243,7 @@ class Trainer:
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
         check_validation_split(self.run, corpus)
-        log = RunLog(
+        log = LogWriter(
             self.directory,
             writes=self.processes.is_first,
             needed=train.on_save_error == "stop",
@@ -267,11 +269,12 @@ class Trainer:
             self.directory.write_config(self.run)
 
     def _go_on(self, loop: TrainingLoop) -> None:
-        found = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display))
-        if found is None:
+        verified: list[VerifiedCheckpoint] = []  # by process 0, which hashes the files only once
+        name = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display, verified))
+        if name is None:
             self._announce(loop, EventName.START)  # the run was killed before its first checkpoint
         else:
-            loop.resume(self.directory.checkpoints / found)
+            loop.resume(verified[0] if verified else VerifiedCheckpoint(self.directory.checkpoints / name))
             before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
             self._note_changes(loop, RunConfig.from_dict(before))
             if self.processes.is_first and self.device == "cpu":
@@ -298,26 +301,30 @@ class Trainer:
 
     def _note_threads(self, display: Display) -> None:
         """Report another number of threads, with which the CPU's sums are rounded differently."""
-        before = select(self.directory.events(), StartEvent)[-1:]
-        old, new = before[0]["hardware"].get("threads") if before else None, torch.get_num_threads()
-        if old is not None and old != new:
+        if self._log.resumed is None:
+            return
+        old, new = self._log.resumed["hardware"]["threads"], torch.get_num_threads()
+        if old != new:
             display.message(
                 f"note: the run was computed in {old} threads, now in {new}, which round differently; set "
                 f"OMP_NUM_THREADS={old} to go on bit for bit"
             )
 
-    def _newest_good(self, display: Display) -> str | None:
+    def _newest_good(self, display: Display, verified: list[VerifiedCheckpoint]) -> str | None:
         """Return the name of the checkpoint to resume from, or None, and report newer ones that cannot be used."""
         remove_partial(self.directory.checkpoints)
-        found, refused = newest_good(self.directory)
+        checkpoint, refused = newest_good(self.directory, self._log.run_id)
         for reason in refused:
             display.message(f"note: {reason}")
             self.directory.append(EventName.REFUSED, 0, reason=reason)
-        return None if found is None else found.name
+        if checkpoint is None:
+            return None
+        verified.append(checkpoint)
+        return checkpoint.path.name
 
     def _note_what_belongs(self, loop: TrainingLoop) -> None:
         vocabulary = self.directory.path / "vocabulary.json"
-        loop.saver.belongs = weights_identity(asdict(self.run.model), vocabulary, self.directory.run_id())
+        loop.saver.belongs = weights_identity(asdict(self.run.model), vocabulary, self._run_id)
 
     def _announce(self, loop: TrainingLoop, event: EventName) -> None:
         """Show and log the model, the corpus and the device, if this is the process that writes."""
@@ -328,8 +335,8 @@ class Trainer:
         parameters = parameters_by_part(model)
         total = sum(parameters.values())
         init_from = None if self.init_from is None else absolute(str(self.init_from))
-        if event == EventName.RESUME and (started := self.directory.started()) is not None:
-            init_from = started.get("init_from")
+        if event == EventName.RESUME and self._log.started is not None:
+            init_from = self._log.started["init_from"]
         self.directory.append(
             event,
             step,
@@ -345,7 +352,7 @@ class Trainer:
             init_from=init_from,
             init_note=self._init_note,
             processes=self.processes.count,
-            run=self.directory.run_id() or uuid.uuid4().hex,
+            run=self._run_id,
         )
         if event == EventName.RESUME:
             start = f", going on from step {step}"

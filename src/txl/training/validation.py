@@ -31,7 +31,7 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
 
 
 def evaluate_in_training(
-    model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], bool]
+    model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], object]
 ) -> EvaluationResult:
     """Evaluate on the validation split with attention as long as in training: memory and segment have the same sum.
 
@@ -42,10 +42,10 @@ def evaluate_in_training(
         run: configuration of the run.
         corpus: corpus whose validation split is read.
         trained: model that is trained, in all processes.
-        stop: function called repeatedly; the evaluation ends when it returns True.
+        stop: function called repeatedly; the evaluation ends when its result is true.
 
     Raises:
-        ValidationStopped: if `stop` returned True.
+        ValidationStopped: if `stop` returned something true.
     """
     train = run.train
     segment = min(run.eval.segment, train.segment) if run.model.mem_len else train.segment

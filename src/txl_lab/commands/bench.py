@@ -248,7 +248,7 @@ def run_budget(arguments: argparse.Namespace) -> None:
     options = config_options(arguments)
     config = _configuration(arguments.preset, options)
     from txl.data.corpora import vocabulary_size
-    from txl.training.budget import longest_segment, peak_bytes, with_segment
+    from txl_lab.speed.budget import longest_segment, peak_bytes, with_segment
 
     device = pick_device(arguments.device)
     vocab_size = arguments.vocabulary or vocabulary_size(config.data, arguments.data_dir)

@@ -9,11 +9,11 @@ from typing import Literal
 from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
 from txl.errors import UserError
 from txl.presets import preset
-from txl.training.budget import with_segment
 from txl.training.estimate import estimate
 from txl_lab.paper.converging import with_convergence
 from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import FITTED, Definition, Row
+from txl_lab.speed.budget import with_segment
 
 _LARGEST_WIDTH = 1 << 14
 _CLOSE = 0.1

@@ -26,7 +26,6 @@ from txl.files import JsonObject
 from txl.reporting.wording import short_name
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
-from txl.training.budget import longest_segment, peak_bytes
 from txl.training.trainer import Trainer
 from txl.training.validation import check_validation_split
 from txl.units import quality
@@ -38,6 +37,7 @@ from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import Definition, Row, RowResult
 from txl_lab.paper.sentences import shuffled_sentences
 from txl_lab.paper.stored import stored_json, write_json
+from txl_lab.speed.budget import longest_segment, peak_bytes
 from txl_lab.speed.workloads import measure_cost
 
 

@@ -12,13 +12,13 @@ from tests.lab.paper.conftest import experiment, files, gathered, micro_run
 from txl.cli import main
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
-from txl.training.budget import peak_bytes
 from txl_lab.paper.catalogue import definitions
 from txl_lab.paper.claims import lower_at_equal_time
 from txl_lab.paper.converging import UntilConverged
 from txl_lab.paper.outcome import markdown
 from txl_lab.paper.page import write_outcome
 from txl_lab.paper.scales import PAPER
+from txl_lab.speed.budget import peak_bytes
 from txl_lab.speed.workloads import measure_cost
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}

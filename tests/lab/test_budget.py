@@ -9,12 +9,12 @@ import torch
 from tests.conftest import small_run
 from torch.profiler import ProfilerActivity, profile
 
-import txl.training.budget as budget
+import txl_lab.speed.budget as budget
 from txl.cli import main
 from txl.config import RunConfig, validate
 from txl.errors import UserError
-from txl.training.budget import LiveBytes, longest_segment, peak_bytes, with_segment
 from txl.training.estimate import estimate
+from txl_lab.speed.budget import LiveBytes, longest_segment, peak_bytes, with_segment
 
 V = 97
 NO_MEMORY = {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
