@@ -17,7 +17,8 @@ from txl.data.streams import shuffled
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
 from txl.errors import Field, UserError
 from txl.files import JsonObject
-from txl.generation.text import Sampling, generate_tokens, undrawable
+from txl.generation.sampling import GenerationOptions, Sampling
+from txl.generation.text import generate_tokens_with, undrawable
 from txl.models.language_model import LanguageModel
 
 
@@ -206,16 +207,10 @@ def make_samples(
     for number, position in enumerate(positions):
         ids = [int(token) for token in tokens[position : position + length]]
         made: list[int] = []
-        steps = generate_tokens(
-            model,
-            ids[: plan.context],
-            max_tokens=plan.max_tokens,
-            sampling=plan.sampling,
-            seed=plan.seed + number,
-            forbidden=undrawable(vocabulary),
-            compile=compile,
-            **plan.lengths.options(),
+        options = GenerationOptions(
+            plan.max_tokens, 1, plan.sampling, plan.seed + number, compile=compile, **plan.lengths.options()
         )
+        steps = generate_tokens_with(model, ids[: plan.context], options, undrawable(vocabulary))
         for step in steps:
             made.append(int(step[0]))
             progress("generating", number * plan.max_tokens + len(made), plan.count * plan.max_tokens)

@@ -206,7 +206,8 @@ def write_samples(
     """
     from txl.commands.generate import record_sample
     from txl.data.corpora import open_corpus
-    from txl.generation.text import generate
+    from txl.generation.sampling import GenerationOptions, Sampling
+    from txl.generation.text import generate_with
     from txl.runs.directory import RunDirectory
 
     run_directory = RunDirectory(directory)
@@ -214,20 +215,15 @@ def write_samples(
     model, vocabulary = run_directory.load(checkpoint)
     corpus = open_corpus(config.data.corpus, config=config.data, data_dir=data_dir, quiet=True)
     test = corpus.tokens("test")
-    settings = {
-        "top_k": None,
-        "top_p": 0.95,
-        "temperature": 0.9,  # at 0.8 more than half of such a small model's samples end in repetition
-        "seed": seed,
-        "max_tokens": max_tokens,
-        **config.eval.lengths.options(),
-    }
+    # At temperature 0.8 more than half of such a small model's samples end in repetition.
+    sampling = Sampling(top_k=None, top_p=0.95, temperature=0.9)
+    options = GenerationOptions(max_tokens, sampling=sampling, seed=seed, **config.eval.lengths.options())
     samples = []
     for number in range(1, _SAMPLES + 1):
         begin = len(test) * number // (_SAMPLES + 1)
         context = whole_lines(corpus.vocabulary.decode(test[begin : begin + _CONTEXT]))
-        text = "".join(generate(model, vocabulary, context, **settings))
-        record_sample(run_directory, checkpoint, context, text, settings)
+        text = "".join(generate_with(model, vocabulary, context, options))
+        record_sample(run_directory, checkpoint, context, text, options)
         samples.append((context, text))
     return samples
 

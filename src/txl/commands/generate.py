@@ -7,6 +7,7 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +24,13 @@ from txl.commands.options import (
 from txl.commands.output import print_json, record, say
 from txl.commands.parser import Commands
 from txl.errors import UserError
-from txl.files import JsonObject
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
+    from txl.generation.sampling import GenerationOptions
     from txl.runs.directory import RunDirectory
 
-KEPT = 2000
-"""Most characters of a text that the run's log keeps."""
+KEPT = 2000  # characters of a text that the run's log keeps
 
 
 def add_parser(commands: Commands) -> None:
@@ -83,70 +83,70 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate and print texts, and add them to the run's log."""
     prompt = _prompt(arguments)
-    from txl.generation.sampling import Sampling
+    from txl.generation.sampling import GenerationOptions, Sampling
 
     if arguments.seed is not None and arguments.seed < 0:
-        raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
-    Sampling(arguments.top_k, arguments.top_p, arguments.temperature)  # refuses bad values
-    if any("\\n" in each for each in arguments.stop):
+        raise UserError(field="seed", value=arguments.seed, expected="0 or more")
+    if any("\\n" in text for text in arguments.stop):
         say("note: --stop has a backslash and an n, not a line end; in bash a line end is $'\\n'")
+    # Made before PyTorch is imported, so that a mistake is refused at once.
+    options = GenerationOptions(
+        arguments.max_tokens,
+        arguments.samples,
+        Sampling(arguments.top_k, arguments.top_p, arguments.temperature),
+        secrets.randbelow(2**31) if arguments.seed is None else arguments.seed,  # so that the log records it
+        arguments.stop,
+        arguments.no_unk,
+        compile=not arguments.no_compile,
+    )
     run_directory, config, checkpoint = run_to_read(arguments)
     lengths = tested_lengths(arguments, config).options()
     import torch
 
     from txl.allocator import keep_freed_memory
     from txl.data.detokenise import detokenise
-    from txl.generation.text import generate, generate_samples
+    from txl.generation.text import generate_samples_with, generate_with
     from txl.native.build import compiled_code
 
     keep_freed_memory()
-    if arguments.seed is None:
-        arguments.seed = secrets.randbelow(2**31)  # drawn here, so that the log records the seed
     model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
     note_lacking(vocabulary, prompt)
     tokenised_as = convention(arguments.detokenise, vocabulary)
     shown = prompt if tokenised_as is None else detokenise(prompt, tokenised_as)
-    common = {
-        "max_tokens": arguments.max_tokens,
-        "top_k": arguments.top_k,
-        "top_p": arguments.top_p,
-        "temperature": arguments.temperature,
-        "seed": arguments.seed,
-        "stop": arguments.stop,
-        "forbid_unknown": arguments.no_unk,
-        **lengths,
-    }
-    how = {
-        "dtype": getattr(torch, arguments.dtype) if arguments.dtype else None,
-        "compile": not arguments.no_compile,
-        "detokenise": tokenised_as,
-    }
-    with compiled_code(not arguments.no_compile):
-        if arguments.samples == 1 and not arguments.json:
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    options = replace(options, dtype=dtype, detokenise=tokenised_as, **lengths)
+    with compiled_code(options.compile):
+        if options.samples == 1 and not arguments.json:
             beginning: list[str] = []
             try:
-                _stream(shown, generate(model, vocabulary, prompt, **common, **how), beginning)
+                _stream(shown, generate_with(model, vocabulary, prompt, options), beginning)
             finally:  # a text that is interrupted is logged too
                 if beginning:
-                    record_sample(run_directory, checkpoint, shown, "".join(beginning), common)
+                    record_sample(run_directory, checkpoint, shown, "".join(beginning), options)
             return
-        texts = generate_samples(model, vocabulary, prompt, samples=arguments.samples, **common, **how)
-        if arguments.json:
-            print_json(
-                {
-                    "prompt": shown,
-                    "samples": texts,
-                    "checkpoint": checkpoint.name,
-                    "dtype": arguments.dtype,
-                    "detokenise": tokenised_as,
-                    **common,
-                }
-            )
-        else:
-            for number, text in enumerate(texts, start=1):
-                print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
+        texts = generate_samples_with(model, vocabulary, prompt, options)
+    if arguments.json:
+        print_json(
+            {
+                "prompt": shown,
+                "samples": texts,
+                "checkpoint": checkpoint.name,
+                "dtype": arguments.dtype,
+                "detokenise": tokenised_as,
+                "max_tokens": options.max_tokens,
+                **asdict(options.sampling),
+                "seed": options.seed,
+                "stop": arguments.stop,
+                "forbid_unknown": options.forbid_unknown,
+                **lengths,
+            }
+        )
+    else:
+        for number, text in enumerate(texts, start=1):
+            print(f"----- sample {number} of {len(texts)}\n{shown}{text}")
+    assert options.seed is not None
     for number, text in enumerate(texts):  # sample i is drawn with seed + i (`generate_samples`)
-        record_sample(run_directory, checkpoint, shown, text, common | {"seed": (arguments.seed + number) % 2**63})
+        record_sample(run_directory, checkpoint, shown, text, replace(options, seed=(options.seed + number) % 2**63))
 
 
 def _stream(prompt: str, pieces: Iterator[str], beginning: list[str]) -> None:
@@ -161,18 +161,20 @@ def _stream(prompt: str, pieces: Iterator[str], beginning: list[str]) -> None:
     sys.stdout.write("\n")
 
 
-def record_sample(run_directory: RunDirectory, checkpoint: Path, prompt: str, text: str, settings: JsonObject) -> None:
+def record_sample(run: RunDirectory, checkpoint: Path, prompt: str, text: str, options: GenerationOptions) -> None:
     """Add a text (only the beginning of a long one) to the run's log, from which the report reads it."""
-    names = ("top_k", "top_p", "temperature", "seed", "max_tokens", "mem_len")
     record(
-        run_directory,
+        run,
         EventName.SAMPLE,
         checkpoint,
         prompt=prompt[-KEPT:],
         text=text[:KEPT],
         checkpoint=checkpoint.name,
-        **{name: settings[name] for name in names},
-        window=None if settings["window"] == "none" else settings["window"],  # as evaluations are logged
+        **asdict(options.sampling),
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        mem_len=options.mem_len,
+        window=None if options.window == "none" else options.window,  # as evaluations are logged
     )
 
 

@@ -40,8 +40,7 @@ from txl.models.memory import Memory
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 
-_MOST_DRAWINGS = 1000
-"""Largest number of draw settings in the cache."""
+_MOST_DRAWINGS = 1000  # draw settings in the cache: a server's clients may choose any number of them
 _logger = logging.getLogger(__name__)
 
 
@@ -150,19 +149,12 @@ class DecodeEngine:
         """
         if not isinstance(sampling, Sampling | None):
             raise UserError(field="sampling", value=sampling, expected="a txl.Sampling")
-        vocab_size = self.model.vocab_size
-        ids = checked_tokens(prompt, vocab_size)
-        never = checked_forbidden(forbidden, vocab_size)
-        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never))
-        try:
-            reading = TextReading(self.reader, ids)
-            while not reading.done:
-                reading.step()
-            self._place(stream, reading.memory, reading.n_token, int(ids[-1]))
-        except BaseException:
-            self.leave(stream)
-            raise
-        return stream
+        ids = checked_tokens(prompt, self.model.vocab_size)
+        stream = self._stream(seed, 0, sampling, forbidden)
+        reading = TextReading(self.reader, ids)
+        while not reading.done:
+            reading.step()
+        return self._place(stream, reading.memory, reading.n_token, reading.waiting)
 
     def enter(
         self,
@@ -184,24 +176,16 @@ class DecodeEngine:
             UserError: if all places are taken, `read` has no tokens or is not finished, or comes from an engine with
                 other lengths that lacks positions which are seen here.
         """
-        never = checked_forbidden(forbidden, self.model.vocab_size)
+        stream = self._stream(seed, drawn, sampling, forbidden)
         if read.n_token == 0:
             raise UserError("the stream is empty; let it read at least one token first")
         if isinstance(read, TextReading):
             if not read.done:
                 raise UserError("the text is not read to its end; call `step` of the reading until it is `done`")
-            memory = read.memory
             if read.reader.lengths != self.reader.lengths:
                 raise UserError("the text was read for an engine with another mem_len or window; read it for this one")
-        else:
-            memory = self.reader.memory_of(read)
-        stream = self._enter(Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn))
-        try:
-            self._place(stream, memory, read.n_token, read.waiting)
-        except BaseException:
-            self.leave(stream)
-            raise
-        return stream
+        memory = read.memory if isinstance(read, TextReading) else self.reader.memory_of(read)
+        return self._place(stream, memory, read.n_token, read.waiting)
 
     def save(self, stream: Stream) -> StreamState:
         """Return a copy of a stream's state; the stream does not change.
@@ -230,11 +214,11 @@ class DecodeEngine:
     def fork(self, stream: Stream, *, seed: int) -> Stream:
         """Start a second stream that has read the same tokens, and continues with another seed."""
         self._check_member(stream)
-        twin = self._enter(replace(stream, slot=-1, seed=checked_seed(seed)))
+        twin, slot = replace(stream, seed=checked_seed(seed)), self._free_slot()
         with torch.inference_mode():
-            self._slots.copy(stream.slot, twin.slot)
-            self._next[twin.slot] = self._next[stream.slot]
-        return twin
+            self._slots.copy(stream.slot, slot)
+            self._next[slot] = self._next[stream.slot]
+        return self._occupy(slot, twin)
 
     def leave(self, stream: Stream) -> None:
         """End a stream and free its place."""
@@ -366,19 +350,33 @@ class DecodeEngine:
             drawn[1, rows] = obstacles
         return drawn
 
-    def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> None:
-        """Fill a stream's slot with the memory of `n_token` tokens, of which the last, `waiting`, is not read yet."""
-        with torch.inference_mode():
-            self._slots.fill(stream.slot, memory, n_token - 1)
-            self._next[stream.slot] = waiting
+    def _stream(self, seed: int, drawn: int, sampling: Sampling | None, forbidden: Sequence[int]) -> Stream:
+        """Return a stream that has no slot yet, after checking its settings and that a slot is free."""
+        never = checked_forbidden(forbidden, self.model.vocab_size)
+        self._free_slot()
+        return Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn)
 
-    def _enter(self, stream: Stream) -> Stream:
+    def _free_slot(self) -> int:
         if not self._free:
             raise UserError(
-                f"all {self.max_streams} places are taken; let a stream leave, or make an engine with more max_streams"
+                f"all {self.max_streams} places are taken",
+                remedy="let a stream leave, or make an engine with more max_streams",
             )
         self.reader.check_weights()
-        stream.slot = heapq.heappop(self._free)
+        return self._free[0]
+
+    def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> Stream:
+        """Let a stream join with the memory of `n_token` tokens, of which the last, `waiting`, is not read yet."""
+        slot = self._free_slot()
+        with torch.inference_mode():
+            self._slots.fill(slot, memory, n_token - 1)
+            self._next[slot] = waiting
+        return self._occupy(slot, stream)
+
+    def _occupy(self, slot: int, stream: Stream) -> Stream:
+        # After the slot was filled: a stream whose memory could not be copied has not joined.
+        heapq.heappop(self._free)
+        stream.slot = slot
         self._streams[stream] = None
         return stream
 

@@ -9,16 +9,20 @@ Shapes: B lanes (streams), V vocabulary, F forbidden tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from txl.config import Limit
 from txl.errors import UserError
 
 if TYPE_CHECKING:  # bad settings are refused without PyTorch, which takes seconds to import
+    import torch
     from jaxtyping import Float, Float64, Int64
     from torch import Tensor
+
+    from txl.data.detokenise import Convention
 
 
 @dataclass(frozen=True)
@@ -49,15 +53,51 @@ class Sampling:
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
-        values, candidates = log_probs.topk(n_candidate, dim=-1)  # sorted, the likeliest first
+        # Sorted, the likeliest first: the same draw gives the same token wherever the ids of the vocabulary lie.
+        values, candidates = log_probs.topk(n_candidate, dim=-1)
         # Relative to the likeliest, so that the division by a very low temperature cannot give NaN.
         probs = ((values - values[:, :1]).double() / self.temperature).softmax(dim=-1)
         if self.top_p is not None:
             # A candidate stays if the candidates before it hold less than top_p; the first one always stays.
             probs = probs.masked_fill(probs.cumsum(dim=-1) - probs >= self.top_p, 0.0)
+        # The draw is compared with cumulated probabilities, not made by `multinomial`, whose generator is one for all
+        # lanes: a stream's token would depend on its neighbours.
         ends = probs.cumsum(dim=-1)
         place = (ends <= chances[:, None] * ends[:, -1:]).sum(dim=-1, keepdim=True)
         return candidates.gather(-1, place.clamp_(max=n_candidate - 1)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How texts are generated: the one value behind `generate`, `generate_samples` and `generate_tokens`."""
+
+    max_tokens: int
+    """Number of tokens to generate."""
+    samples: int = 1
+    """Number of continuations B. Sample b of seed s is the only sample of seed s + b."""
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    """Seed of the first sample; None: a new random seed at each call."""
+    stop: Sequence[str] = ()
+    """Strings at which a text ends; they are not part of the text."""
+    forbid_unknown: bool = False
+    """True: never draw `<unk>`. False: draw it only if it is a word of the training text (see `undrawable`)."""
+    mem_len: int | None = None
+    window: Limit = None
+    clamp_len: Limit = None
+    """Lengths as in `LanguageModel.init_state`."""
+    dtype: torch.dtype | None = None
+    compile: bool = True
+    """As in `DecodeEngine`."""
+    detokenise: Convention | None = None
+    """Convention by which the training text was tokenised, which is undone in the text; None: the text stays."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "samples"):
+            if getattr(self, name) < 1:
+                raise UserError(field=name, value=getattr(self, name), expected="1 or more")
+        if not all([self.stop] if isinstance(self.stop, str) else self.stop):
+            raise UserError("a stop string is empty", expected="at least one character")
 
 
 def permitted(
@@ -75,18 +115,19 @@ def permitted(
     return allowed.masked_fill(~drawable[:, None], 0.0), obstacles
 
 
+# Why no token can be drawn, by the index that `permitted` returns; None: a token can be drawn. Indices come from the
+# device together with the tokens, so that one wait is enough for both.
 NO_NUMBERS = "the model's probabilities are not numbers; its weights are damaged: use another checkpoint"
 NOTHING_LEFT = "every token that is not forbidden has probability 0; forbid fewer"
 REASONS = (None, NOTHING_LEFT, NO_NUMBERS)
-"""Reasons why no token can be drawn; None: a token can be drawn."""
 
 
 def checked_forbidden(forbidden: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """Return forbidden token ids, sorted and each once, after checking that at least one token stays allowed."""
-    ids = sorted({_whole(each, "a forbidden token id") for each in forbidden})
-    for each in ids:
-        if not 0 <= each < vocab_size:
-            raise UserError(f"forbidden has id {each}, outside of the model's vocabulary, 0 to {vocab_size - 1}")
+    ids = sorted({_whole(token, "a forbidden token id") for token in forbidden})
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(f"forbidden has id {token}, outside of the model's vocabulary, 0 to {vocab_size - 1}")
     if len(ids) == vocab_size:
         raise UserError(f"all {vocab_size} tokens of the vocabulary are forbidden; leave at least one")
     return tuple(ids)
@@ -127,12 +168,15 @@ def chances(seeds: Int64[Tensor, " B"], numbers: Int64[Tensor, " B"]) -> Float64
 
     SplitMix64 (Steele, Lea and Flood 2014) mixes first the seed, then the sum of the result and the token number.
     """
+    # A hash needs no state: streams may join, leave and be saved at any token, and all of them draw in one operation.
     mixed = _mixed(_mixed(seeds) + numbers)
     return _shifted(mixed, 11).double() * 2.0**-53
 
 
 def _mixed(state: Tensor) -> Tensor:
-    """Take a step of SplitMix64; int64 products wrap around."""
+    """Take a step of SplitMix64."""
+    # PyTorch has no uint64 arithmetic on all devices. Sums and products of int64 wrap around to the same bits; only the
+    # shift to the right needs care.
     state = state + _signed(0x9E3779B97F4A7C15)
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
     state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)

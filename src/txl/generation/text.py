@@ -5,15 +5,13 @@ Shapes: B samples (lanes), P or T tokens of a prompt, V vocabulary.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from txl.config import Limit
-from txl.data.decoders import Decoder
+from txl.config import Lengths, Limit
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary, WordVocabulary
 from txl.devices import sent
@@ -22,6 +20,7 @@ from txl.generation.engine import DecodeEngine, decodes
 from txl.generation.reading import PROMPT_SEGMENT
 from txl.generation.sampling import (
     REASONS,
+    GenerationOptions,
     Sampling,
     chances,
     checked_forbidden,
@@ -31,6 +30,7 @@ from txl.generation.sampling import (
 )
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import evaluation_view
+from txl.models.transformer_xl import TransformerXL
 
 
 def generate_tokens(
@@ -61,37 +61,45 @@ def generate_tokens(
         forbidden: token ids that are never drawn.
         dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; `dtype` must be None for other models.
     """
-    sampling = sampling or Sampling()
+    options = GenerationOptions(
+        max_tokens, samples, sampling or Sampling(), seed, (), False, mem_len, window, clamp_len, dtype, compile
+    )
+    return generate_tokens_with(model, prompt, options, forbidden)
+
+
+def generate_tokens_with(
+    model: LanguageModel, prompt: Sequence[int] | Tensor, options: GenerationOptions, forbidden: Sequence[int] = ()
+) -> Iterator[Int64[Tensor, " B"]]:
+    """Return the tokens of `generate_tokens` for one value of options; mistakes are refused at once, not at the first
+    token."""
     ids = checked_tokens(prompt, model.vocab_size)
     forbidden = checked_forbidden(forbidden, model.vocab_size)
-    if max_tokens < 1:
-        raise UserError(field="max_tokens", value=max_tokens, expected="1 or more")
-    if samples < 1:
-        raise UserError(field="samples", value=samples, expected="1 or more")
-    first_seed = torch.Generator().seed() if seed is None else checked_seed(seed)
-    state = model.init_state(1, mem_len, window, clamp_len)
+    seed = torch.Generator().seed() if options.seed is None else checked_seed(options.seed)
+    state = model.init_state(1, options.mem_len, options.window, options.clamp_len)
     if decodes(model):
-        lengths = state.lengths.options()
-        make = functools.partial(DecodeEngine, model, max_streams=samples, dtype=dtype, compile=compile, **lengths)
-        return _decode(make, ids, max_tokens, first_seed, sampling, forbidden)
-    if dtype is not None:
-        raise UserError(f"dtype is {dtype}; only a Transformer-XL is converted for generation")
-    return _continue(model, ids, state, max_tokens, samples, sampling, first_seed, forbidden)
+        return _decode(model, ids, state.lengths, options, seed, forbidden)
+    if options.dtype is not None:
+        raise UserError(
+            "only a Transformer-XL is converted for generation", field="dtype", value=options.dtype, expected="none"
+        )
+    return _continue(model, ids, state, options, seed, forbidden)
 
 
 def _decode(
-    make: Callable[[], DecodeEngine],
+    model: TransformerXL,
     ids: Tensor,
-    max_tokens: int,
-    first_seed: int,
-    sampling: Sampling,
+    lengths: Lengths,
+    options: GenerationOptions,
+    seed: int,
     forbidden: Sequence[int],
 ) -> Iterator[Tensor]:
-    engine = make()
-    first = engine.join(ids, seed=first_seed, sampling=sampling, forbidden=forbidden)
+    engine = DecodeEngine(
+        model, max_streams=options.samples, dtype=options.dtype, compile=options.compile, **lengths.options()
+    )
+    first = engine.join(ids, seed=seed, sampling=options.sampling, forbidden=forbidden)
     for lane in range(1, engine.max_streams):
-        engine.fork(first, seed=first_seed + lane)
-    for _ in range(max_tokens):
+        engine.fork(first, seed=seed + lane)
+    for _ in range(options.max_tokens):
         streams = engine.streams
         tokens = engine.step()
         for stream in streams:
@@ -101,19 +109,12 @@ def _decode(
 
 
 def _continue(
-    model: LanguageModel,
-    ids: Tensor,
-    state: State,
-    max_tokens: int,
-    samples: int,
-    sampling: Sampling,
-    first_seed: int,
-    forbidden: Sequence[int],
+    model: LanguageModel, ids: Tensor, state: State, options: GenerationOptions, seed: int, forbidden: Sequence[int]
 ) -> Iterator[Tensor]:
-    device = next(model.parameters()).device
-    seeds = torch.tensor([(first_seed + lane) % 2**63 for lane in range(samples)], device=device)
+    """Yield tokens of a model that the decode engine cannot decode: a recurrent one, or one without memory."""
+    device, n_lane, context = next(model.parameters()).device, options.samples, model.context
+    seeds = torch.tensor([(seed + lane) % 2**63 for lane in range(n_lane)], device=device)
     never = sent(torch.tensor(list(forbidden)), device) if forbidden else None
-    context = model.context
     model = evaluation_view(model)
     with torch.no_grad():
         ids = ids.to(device)[None]
@@ -124,20 +125,19 @@ def _continue(
                 end = min(start + PROMPT_SEGMENT, ids.shape[1] - 1)
                 _, state = model.nll(ids[:, start:end], ids[:, start + 1 : end + 1], state)
             ids = ids[:, -1:]
-        state = state.select(torch.zeros(samples, dtype=torch.int64))
-        read = ids.expand(samples, -1)
-    for number in range(max_tokens):
+        state = state.select(torch.zeros(n_lane, dtype=torch.int64))
+        read = ids.expand(n_lane, -1)
+    for number in range(options.max_tokens):
         # Entered at each step, so that the caller's gradient mode does not change between two steps.
         with torch.no_grad():
             if context is not None:
+                # Without memory, the whole context is read again for every token.
                 read = read[:, -context:]
             log_probs, after = model.log_probs(read, state)
-            if context is None:
-                state = after
             log_probs, obstacles = permitted(log_probs[:, -1], never)
-            token = sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
-            # Without memory, the whole context is read again for every token.
+            token = options.sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
             read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
+            state = after if context is None else state
         drawn = torch.stack([token, obstacles]).cpu()  # the only wait for the device
         for obstacle in drawn[1].tolist():
             if (reason := REASONS[obstacle]) is not None:
@@ -182,23 +182,19 @@ def generate(
         detokenise: convention by which the training text was tokenised, which is undone in the pieces; the prompt must
             be tokenised by this convention too. None: the pieces stay as they are.
     """
-    ids = encode_prompt(vocabulary, prompt)
-    assert vocabulary is not None  # encode_prompt has refused None
-    writer = _Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop))
-    tokens = generate_tokens(
-        model,
-        ids,
-        max_tokens=max_tokens,
-        sampling=Sampling(top_k, top_p, temperature),
-        seed=seed,
-        mem_len=mem_len,
-        window=window,
-        clamp_len=clamp_len,
-        forbidden=undrawable(vocabulary, forbid_unknown),
-        dtype=dtype,
-        compile=compile,
-    )
-    return _pieces(tokens, writer)
+    options = GenerationOptions(
+        max_tokens, 1, Sampling(top_k, top_p, temperature), seed, stop, forbid_unknown, mem_len, window, clamp_len,
+        dtype, compile, detokenise,
+    )  # fmt: skip
+    return generate_with(model, vocabulary, prompt, options)
+
+
+def generate_with(
+    model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
+) -> Iterator[str]:
+    """Return the pieces of `generate` for one value of options."""
+    steps = _steps(model, vocabulary, prompt, options)
+    return _pieces(steps, _Writer(vocabulary, prompt, options))
 
 
 def generate_samples(
@@ -222,33 +218,34 @@ def generate_samples(
     detokenise: Convention | None = None,
 ) -> list[str]:
     """Return several continuations of a prompt, computed together; arguments and errors as in `generate`."""
-    ids = encode_prompt(vocabulary, prompt)
-    assert vocabulary is not None  # encode_prompt has refused None
-    StopStrings(stop)  # refuses an empty string
-    steps = generate_tokens(
-        model,
-        ids,
-        max_tokens=max_tokens,
-        samples=samples,
-        sampling=Sampling(top_k, top_p, temperature),
-        seed=seed,
-        mem_len=mem_len,
-        window=window,
-        clamp_len=clamp_len,
-        forbidden=undrawable(vocabulary, forbid_unknown),
-        dtype=dtype,
-        compile=compile,
-    )
+    options = GenerationOptions(
+        max_tokens, samples, Sampling(top_k, top_p, temperature), seed, stop, forbid_unknown, mem_len, window,
+        clamp_len, dtype, compile, detokenise,
+    )  # fmt: skip
+    return generate_samples_with(model, vocabulary, prompt, options)
+
+
+def generate_samples_with(
+    model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
+) -> list[str]:
+    """Return the texts of `generate_samples` for one value of options."""
     texts, writers = list[str](), list[_Writer]()
-    for tokens in steps:
+    for tokens in _steps(model, vocabulary, prompt, options):
         if not writers:  # made here, because the first step refuses more samples than memory holds
-            writers = [_Writer(text_decoder(vocabulary, detokenise, prompt), StopStrings(stop)) for _ in range(samples)]
-            texts = [""] * samples
+            writers = [_Writer(vocabulary, prompt, options) for _ in range(options.samples)]
+            texts = [""] * options.samples
         for lane, (token, writer) in enumerate(zip(tokens.tolist(), writers, strict=True)):
             texts[lane] += writer.push(token)
         if all(writer.ended for writer in writers):
             break
     return [text + writer.finish() for text, writer in zip(texts, writers, strict=True)]
+
+
+def _steps(
+    model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
+) -> Iterator[Int64[Tensor, " B"]]:
+    ids = encode_prompt(vocabulary, prompt)
+    return generate_tokens_with(model, ids, options, undrawable(vocabulary, options.forbid_unknown))
 
 
 def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
@@ -279,10 +276,9 @@ class StopStrings:
     """Filter that holds text back while it may be the beginning of a stop string."""
 
     def __init__(self, strings: Sequence[str]):
-        strings = [strings] if isinstance(strings, str) else list(strings)
-        if not all(strings):
-            raise UserError("a stop string is empty; expected at least one character")
-        self.strings = strings
+        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        if not all(self.strings):
+            raise UserError("a stop string is empty", expected="at least one character")
         self.held = ""
         self.found = False
 
@@ -313,8 +309,10 @@ class StopStrings:
 class _Writer:
     """Conversion of one continuation's tokens to the text that can be shown, up to a stop string."""
 
-    def __init__(self, decoder: Decoder, stop: StopStrings):
-        self._decoder, self._stop = decoder, stop
+    def __init__(self, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions):
+        assert vocabulary is not None  # encode_prompt has refused None
+        self._decoder = text_decoder(vocabulary, options.detokenise, prompt)
+        self._stop = StopStrings(options.stop)
 
     @property
     def ended(self) -> bool:
