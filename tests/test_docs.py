@@ -92,7 +92,7 @@ def test_lists_replace_what_stands_in_their_place():
     page = "A\n<!-- generated: presets -->\nstand-in\n<!-- end -->\nB\n<!-- generated: changes -->\nstand-in\n<!-- end -->\n"
     written, filled = conf.written(page), conf.filled(page)
     assert ("stdlib-tiny" in written, written.count("stand-in")) == (True, 1)
-    assert ("## 0.1.0" in filled, filled.count("stand-in")) == (True, 1)
+    assert ("## 0.2.0" in filled, filled.count("stand-in")) == (True, 1)
 
 
 def test_a_marker_that_nothing_fills_ends_the_build():

@@ -291,12 +291,12 @@ def test_damaged_exports_are_refused_on_import(damage, run, tmp_path, capsys):
         tensors["softmax.bias"][3] = torch.nan
         save_file(tensors, weights)
     words = ["import", str(tmp_path / "out"), "--out", str(tmp_path / "again")]
-    words += ["--model.n-layer", "7"] if damage == "contradiction" else []
+    words += ["--model.div-val", "7"] if damage == "contradiction" else []
     assert main(words) == 2
     message = {
         "missing": "no weights there",
         "truncated": "damaged",
-        "contradiction": "--model.n-layer 7:",
+        "contradiction": "--model.div-val 7:",
         "not a number": "the tensor softmax.bias holds numbers that are not finite",
     }
     assert message[damage] in capsys.readouterr().err

@@ -79,7 +79,7 @@ def existing_run(path: str, field: str = "") -> Path:
         expected += f" (made by txl train --out {shlex.quote(path)})"
         raise UserError("no such directory", field=field, value=path, expected=expected)
     if not (directory / "config.json").is_file():
-        raise UserError("it has no config.json", field=field, value=path, expected=expected)
+        raise UserError("not a run directory (it has no config.json)", field=field, value=path, expected=expected)
     return directory
 
 

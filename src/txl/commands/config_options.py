@@ -13,6 +13,7 @@ from txl.commands.parser import Group, Parser
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
+    FieldValues,
     RunConfig,
     chosen_family,
     leaf_fields,
@@ -31,8 +32,7 @@ def add_config_options(
     help_of: str = "",
     short: Sequence[str] = (),
     first: Group | None = None,
-    help_fields: Collection[str] = (),
-    omitted: Collection[str] = (),
+    fields: Collection[str] = (),
 ) -> None:
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
@@ -46,13 +46,12 @@ def add_config_options(
             --help, else all families.
         short: other fields with a short form, ``--mem-len`` for ``model.mem_len``; these fields come first.
         first: group for the fields in `short`, instead of the group of their section.
-        help_fields: fields of the model that the help shows; empty: all of the family.
-        omitted: fields without an option.
+        fields: the fields that get an option; empty: all of the sections.
     """
     groups: dict[str, Group] = {}
-    for option in sorted(options(), key=lambda each: _place(each.name, short)):
+    for option in sorted(options(), key=lambda option: _place(option.name, short)):
         section, _, field = option.name.partition(".")
-        if section not in sections or option.name in omitted:
+        if section not in sections or (fields and option.name not in fields):
             continue
         title = f"{section}.*, {option.owner.title}" if option.owner else _TITLES[section]
         is_free = field not in {action.dest for action in parser.arguments}
@@ -74,7 +73,7 @@ def add_config_options(
     if "model" in sections:
         has_preset = any(action.dest == "preset" for action in parser.arguments)
         about = "show this help, with the values of PRESET" if has_preset else "show this help"
-        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, fields=help_fields, help=about)
+        parser.add_argument("-h", "--help", action=_Help, nargs=0, family=help_of, help=about)
 
 
 _TITLES = {
@@ -87,43 +86,33 @@ _TITLES = {
 
 def _place(name: str, short: Sequence[str]) -> tuple[int, int]:
     """Return the sort key of an option: first the order of `short`, then text, model, training, evaluation."""
-    if name in short:
-        return 0, list(short).index(name)
-    return 1, list(_TITLES).index(name.partition(".")[0])
+    return (0, short.index(name)) if name in short else (1, list(_TITLES).index(name.partition(".")[0]))
 
 
 class _Help(argparse.Action):
     """Action of `--help` that shows only the fields of one family of models, with the values of the preset."""
 
-    def __init__(self, option_strings: list[str], dest: str, family: str, fields: Collection[str], **settings: Any):
+    def __init__(self, option_strings: list[str], dest: str, family: str, **settings: Any):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
-        self.family, self.fields = family, fields
+        self.family = family
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        family, values_of_preset = MODEL_FAMILIES.get(self.family), dict[str, Any]()
-        name = getattr(namespace, "preset", None)
-        if name is not None:
-            given = config_options(namespace)
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        family = MODEL_FAMILIES.get(self.family)
+        values: FieldValues = {}
+        preset, given = getattr(namespace, "preset", None), config_options(namespace)
+        if preset is not None:
             with suppress(UserError):
-                config = base_config(name)
-                of_model = {key.partition(".")[2]: value for key, value in parsed_options(given).items()}
+                config = base_config(preset)
+                of_model = {name.partition(".")[2]: value for name, value in parsed_options(given).items()}
                 family = family or chosen_family(of_model, config.model)
-                values_of_preset = {key: value for key, _, _, value in leaf_fields(with_options(config, given))}
-        listed = self.fields or (family.__dataclass_fields__ if family is not None else ())
+                values = {name: value for name, _, _, value in leaf_fields(with_options(config, given))}
         assert isinstance(parser, Parser)
         for action in parser.arguments:
             section, _, field = action.dest.partition(".")
-            if section == "model" and listed and field not in listed:
+            if section == "model" and family is not None and field not in family.__dataclass_fields__:
                 action.help = argparse.SUPPRESS
-            elif action.dest in values_of_preset:
-                value = values_of_preset[action.dest]
-                action.help = f"{action.help}" + ("" if value == () else f" [{shown(value)}]")
+            elif action.dest in values and values[action.dest] != ():
+                action.help = f"{action.help} [{shown(values[action.dest])}]"
         parser.print_help()
         parser.exit()
 

@@ -9,7 +9,7 @@ from txl.commands.config_options import add_config_options, config_options, data
 from txl.commands.options import add_data_dir, add_json
 from txl.commands.output import print_json
 from txl.commands.parser import Commands
-from txl.config import DataConfig, RunConfig, validate
+from txl.config import DataConfig, RunConfig, options, validate
 
 _WIDTH = 80
 """Characters per line that fit into any terminal."""
@@ -30,7 +30,8 @@ def add_parser(commands: Commands) -> None:
     ):
         each = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
         each.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
-        add_config_options(each, ("data",), omitted=("data.corpus",))
+        fields = [option.name for option in options() if option.name != "data.corpus"]  # NAME is the corpus
+        add_config_options(each, ("data",), fields=fields)
         add_data_dir(each)
         add_json(each)
         each.set_defaults(run=run_open)

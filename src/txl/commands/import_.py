@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 from pathlib import Path
 
@@ -13,17 +12,16 @@ from txl.commands.options import add_json, add_out
 from txl.commands.output import print_json
 from txl.commands.parser import Commands
 from txl.config import shown
-from txl.errors import UserError
 from txl.files import check_new_directory
 
+# Fields of the model that a file may fail to state, since shapes of tensors do not tell them, and the two rates of
+# dropout that training continues with. All others follow from the file.
 _NOT_IN_SHAPES = (
-    *("mem_len", "window", "clamp_len", "pre_norm", "layer_norm_eps", "cutoffs", "div_val"),
-    *("dropout", "dropatt"),
+    *("model.mem_len", "model.window", "model.clamp_len", "model.pre_norm", "model.layer_norm_eps", "model.cutoffs"),
+    *("model.div_val", "model.dropout", "model.dropatt"),
 )
-"""Fields of the model that a file may fail to state, since shapes of tensors do not tell them, and the two rates of
-dropout that training continues with. Other fields are accepted, for instance to check them, but not listed."""
+# Fields of the model that the command prints; config.json has them all.
 _PRINTED = ("n_layer", "d_model", "n_head", "d_head", "d_inner", "cutoffs", "div_val", "mem_len", "window", "clamp_len")
-"""Fields of the model that the command prints; config.json has them all."""
 
 
 def add_parser(commands: Commands) -> None:
@@ -45,29 +43,19 @@ def add_parser(commands: Commands) -> None:
         help="vocab.pkl, vocab.bin, cache.pt, cache.pkl, vocab.txt (one symbol a line), or vocabulary.json of a run",
     )
     parser.add_argument("--corpus", metavar="NAME", default="", help="corpus that txl eval reads by default")
-    add_config_options(parser, ("model",), "transformer-xl", help_fields=_NOT_IN_SHAPES)
+    add_config_options(parser, ("model",), "transformer-xl", fields=_NOT_IN_SHAPES)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Import the checkpoint, and print the recovered configuration."""
-    from txl.config import RunConfig, TransformerXLConfig, chosen_family, with_options
+    from txl.config import DataConfig, parsed_options
     from txl.data.corpora import with_absolute_paths
     from txl.interop.source import checkpoint_path
 
-    options = config_options(arguments)
-    base = RunConfig()
-    base.data.corpus = arguments.corpus
-    of_model = {name.removeprefix("model."): value for name, value in options.items() if name.startswith("model.")}
-    if chosen_family(of_model) is not TransformerXLConfig:
-        problem = "only checkpoints of Transformer-XL are imported"
-        raise UserError(problem, remedy="leave out the options of other families")
-    stated = with_options(base, options)
-    given = {name.replace("-", "_") for name in of_model}
-    given &= {item.name for item in dataclasses.fields(stated.model) if item.init}
+    stated = parsed_options(config_options(arguments))
     check_corpus(arguments.corpus)
-    stated.data = with_absolute_paths(stated.data)
     out = Path(arguments.out)
     check_new_directory(out)
     path = checkpoint_path(arguments.path, quiet=arguments.json)
@@ -81,8 +69,8 @@ def run(arguments: argparse.Namespace) -> None:
         path,
         out,
         vocabulary=vocabulary,
-        model_options={name: getattr(stated.model, name) for name in given},
-        data=stated.data,
+        model_options={name.removeprefix("model."): value for name, value in stated.items()},
+        data=with_absolute_paths(DataConfig(corpus=arguments.corpus)),
         name=None if Path(arguments.path).expanduser().exists() else Path(arguments.path).name,
     )
     if arguments.json:
