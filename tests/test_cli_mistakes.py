@@ -314,7 +314,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         ("vocabulary", "vocabulary.json: altered: its sha256"),
         ("no vocabulary", "vocabulary.json: missing; restore it from a copy"),
         ("vocabulary is a list", "vocabulary.json: not a vocabulary; restore it from a copy"),
-        ("no checkpoints", "copy has no checkpoint; train it: txl train --out "),
+        ("no checkpoints", "copy: has no checkpoint; train it with "),
     ],
 )
 def test_damaged_runs_are_refused(what, expected, refused, trained, tmp_path):

@@ -134,23 +134,10 @@ TO_CONVERT = {
     "txl.interop.import_run",
     "txl.interop.new_directory",
     "txl.minutes.measured",
-    "txl.runs.corpus",
-    "txl.runs.directory",
     "txl.serving.app",
     "txl.serving.guard",
     "txl.serving.kept",
     "txl.serving.service",
-    "txl.training.building",
-    "txl.training.compilation",
-    "txl.training.ending",
-    "txl.training.estimate",
-    "txl.training.recovery",
-    "txl.training.run_log",
-    "txl.training.saver",
-    "txl.training.snapshot",
-    "txl.training.starting",
-    "txl.training.trainer",
-    "txl.training.validation",
 }
 
 

@@ -183,7 +183,7 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--model.family", "vanilla"], "--model.family vanilla: "),
         (["--minutes", "5", "--model.kind", "lstm"], "--model.kind lstm: "),
         (["--minutes", "5", "--model.encoding", "sinusoid"], "--model.encoding sinusoid: "),
-        (["--minutes", "5", "--train.tf32"], "train.tf32 needs an NVIDIA GPU"),
+        (["--minutes", "5", "--train.tf32"], "TF32 needs an NVIDIA GPU"),
         (
             ["--minutes", "5", "--train.eval-batch-size", "9000"],
             "(--train.eval-batch-size), or leave these evaluations out (--train.eval-every 0)",

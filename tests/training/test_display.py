@@ -106,6 +106,6 @@ def test_a_run_that_is_stopped_has_written_its_figures_for_tensorboard(story, da
 
 def test_without_tensorboard_one_line_says_what_to_install(story, data_dir, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match="tensorboard needs the package tensorboard"):
+    with pytest.raises(UserError, match="the package tensorboard is missing"):
         train(small_run(str(story), **{"train.tensorboard": "true"}), tmp_path / "run", data_dir)
     assert not (tmp_path / "run").exists()

@@ -39,9 +39,7 @@ def test_a_run_goes_on_with_its_own_weights_alone(trained, story, data_dir, tmp_
         train(run, out, data_dir, init_from=tmp_path / "other")
     assert (out / "log.jsonl").read_bytes() == before
     train(run, tmp_path / "random", data_dir)
-    with pytest.raises(
-        UserError, match="began with random weights and continues with its own weights; leave --init-from out"
-    ):
+    with pytest.raises(UserError, match="began with random weights and continues with its own weights; leave it out"):
         train(run, tmp_path / "random", data_dir, init_from=trained)
 
 
@@ -100,7 +98,7 @@ def test_fine_tuning_takes_over_the_vocabulary(story, data_dir, tmp_path):
     ],
 )
 def test_weights_of_another_model_are_refused_by_name(options, named, trained, story, data_dir, tmp_path):
-    with pytest.raises(UserError, match=f"--init-from {trained}: its weights are of another model: {named};"):
+    with pytest.raises(UserError, match=f"init_from {trained}: its weights are of another model: {named};"):
         train(small_run(str(story), **options), tmp_path / "run", data_dir, init_from=trained)
     assert not (tmp_path / "run").exists()
 

@@ -140,7 +140,7 @@ def test_a_configuration_is_read_back_or_refused_with_its_name(tmp_path):
 
 def test_checkpoints_by_name_and_by_number(tmp_path):
     run = RunDirectory(tmp_path)
-    with pytest.raises(UserError, match="has no checkpoint; restore its folder checkpoints from a copy"):
+    with pytest.raises(UserError, match="has no checkpoint; restore its folder checkpoints"):
         run.checkpoint()
     for step in (5, 10):
         write(run.checkpoints, step)

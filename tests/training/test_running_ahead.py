@@ -266,15 +266,16 @@ def test_a_recorded_run_goes_on_without_recording(story, data_dir, tmp_path, mon
 @pytest.mark.parametrize(
     ("options", "device", "reason"),
     [
-        ({}, "cpu", "needs an NVIDIA GPU, and this run trains on cpu"),
-        ({"train.optimizer": "sgd"}, "cuda", "needs train.optimizer adam, adamw or muon, and it is sgd"),
-        ({"train.on_spike": "rollback"}, "cuda", "needs train.on_spike report"),
+        ({}, "cpu", "this run trains on cpu"),
+        ({"train.optimizer": "sgd"}, "cuda", "train.optimizer is sgd"),
+        ({"train.on_spike": "rollback"}, "cuda", "train.on_spike is rollback"),
     ],
 )
 def test_what_a_graph_cannot_serve_is_refused(options, device, reason, tmp_path):
     run = small_run("stdlib", **options, **{"train.capture": "true"})
-    with pytest.raises(UserError, match=f"^train.capture {reason}.*; add --train.capture false$"):
+    with pytest.raises(UserError, match=reason) as refused:
         Trainer(run, tmp_path / "run", device=device)
+    assert refused.value.field == "train.capture"
     assert not (tmp_path / "run").exists()
 
 
@@ -295,14 +296,16 @@ def test_where_steps_can_be_recorded_without_asking(options, device, expected):
 
 
 def test_other_devices_than_a_cpu_and_nvidia_gpus_do_not_train(tmp_path):
-    with pytest.raises(UserError, match=r"^training on mps:0 is not supported.*; use --device cpu$"):
+    with pytest.raises(UserError) as refused:
         Trainer(txl.preset("stdlib-tiny"), tmp_path / "run", device="mps:0")
+    assert (refused.value.field, refused.value.value) == ("device", "mps:0")
 
 
 def test_tf32_needs_a_gpu(tmp_path):
     run = dataclasses.replace(txl.preset("stdlib-tiny"), train=TrainConfig(tf32=True))
-    with pytest.raises(UserError, match=r"train.tf32 needs an NVIDIA GPU, and this run trains on cpu; leave it out"):
+    with pytest.raises(UserError) as refused:
         Trainer(run, tmp_path / "run", device="cpu")
+    assert refused.value.field == "train.tf32"
     assert torch.get_float32_matmul_precision() == "highest"
 
 

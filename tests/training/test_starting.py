@@ -23,7 +23,7 @@ def test_a_directory_that_is_something_else_is_refused(story, data_dir, tmp_path
     (tmp_path / "thesis.doc").touch()
     with pytest.raises(UserError, match=r"not empty and not a run directory \(it contains thesis.doc\)"):
         train(small_run(str(story)), tmp_path, data_dir)
-    with pytest.raises(UserError, match="--out .*thesis.doc/run: Not a directory"):
+    with pytest.raises(UserError, match="out .*thesis.doc/run: Not a directory"):
         train(small_run(str(story)), tmp_path / "thesis.doc" / "run", data_dir)
 
 
@@ -68,7 +68,7 @@ def test_remedies_for_another_configuration_are_those_that_would_work(trained, s
     """The weights are offered only to a model that can take them, and --extend only to a run that is only longer."""
     out = shutil.copytree(trained, tmp_path / "a run")
     weights = f"with --init-from '{out}' to start from its weights, or --fork to do so beside it"
-    itself = f"or go on with this run: txl train --out '{out}'"
+    itself = f"or go on with this run by giving --out '{out}' alone"
     for options, said in (
         (
             {"train.steps": "24"},
@@ -110,7 +110,7 @@ def test_splits_that_are_too_short_are_refused_before_anything_is_written(tmp_pa
     text.write_text("too short for this\n" * 3)
     with pytest.raises(UserError, match=r"train split has 51 tokens: 4 lanes of 12.*needs lanes of 33"):
         train(small_run(str(text), **{"train.segment": "32"}), tmp_path / "run", data_dir)
-    with pytest.raises(UserError, match=r"validation split: 3 tokens in 4 lanes.*--eval.batch-size"):
+    with pytest.raises(UserError, match=r"validation split: 3 tokens in 4 lanes.*eval.batch_size"):
         train(small_run(str(text)), tmp_path / "new" / "run", data_dir)
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "new").exists()

@@ -10,7 +10,7 @@ from txl.data.corpora import absolute_path, is_named, open_corpus, refuse_unused
 from txl.data.prepared import Corpus, Tokens
 from txl.data.progress import say
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.runs.directory import RunDirectory
 
 
@@ -34,17 +34,20 @@ def open_run_corpus(
         quiet: True to write no progress to standard error.
     """
     if vocabulary is None:
-        raise UserError(f"{run.path} has no vocabulary, so no text can be read; import it again with --vocabulary FILE")
+        remedy = ("import it again with ", Field("vocabulary"))
+        raise UserError("has no vocabulary, so no text can be read", value=run.path, remedy=remedy)
     options = options or {}
     own, started = with_absolute_paths(run.config().data), run.log().started
     data = with_absolute_paths(with_options(RunConfig(data=own), dict(options)).data)
     if data.corpus != own.corpus and "data.source" not in options:
         data.source = None  # the run's source belongs to the run's own corpus
     if "data.unit" in options and data.unit != vocabulary.kind:
-        raise UserError(f"--data.unit is {data.unit}, but this model reads {vocabulary.kind} tokens; leave it out")
+        but = f"this model reads {vocabulary.kind} tokens"
+        raise UserError(field="data.unit", value=data.unit, but=but, remedy="leave it out")
     for name in ("vocab_size", "min_count", "max_words", "word_rule"):
         if f"data.{name}" in options and getattr(data, name) != getattr(own, name):
-            raise UserError(f"data.{name} is set, but the model has its vocabulary already; leave it out")
+            but = "the model has its vocabulary already"
+            raise UserError(field=f"data.{name}", value=getattr(data, name), but=but, remedy="leave it out")
     refuse_unused(dataclasses.replace(data, unit=vocabulary.kind), options)  # pyright: ignore[reportArgumentType]
     # If the run's vocabulary was made from this text, training has prepared the text without a given vocabulary.
     prepared_it = is_named(own.corpus) if started is None else not started["init_from"]
@@ -138,4 +141,5 @@ def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
         trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
     if len(trained_on) > 1:
         described = ", ".join(f"{run.path}: {run.config().data.corpus or 'none'}" for run in trained_on.values())
-        raise UserError(f"the runs have different corpora ({described}); choose one for all: --data.corpus NAME")
+        remedy = ("choose one for all with ", Field("data.corpus"))
+        raise UserError(f"the runs have different corpora ({described})", remedy=remedy)

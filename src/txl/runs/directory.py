@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import re
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ import portalocker
 from portalocker import LockFlags
 
 from txl.config import RunConfig, model_from_dict
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, opened, read_json, write_whole
 from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint, checkpoint_name, checkpoint_names, checkpoint_step
 from txl.runs.events import EventName
@@ -129,28 +128,28 @@ class RunDirectory:
         """
         which = ("best" if (self.path / "best").exists() else "latest") if which is None else str(which)
         if which in ("best", "latest"):
-            found = self.pointer(which)
+            path = self.pointer(which)
         elif which.isascii() and which.isdecimal():
-            found = self.checkpoints / checkpoint_name(int(which))
+            path = self.checkpoints / checkpoint_name(int(which))
         else:
             raise UserError(field="checkpoint", value=which, expected="best, latest or the number of a step")
-        if found is None or not found.is_dir():
-            raise UserError(self._no_checkpoint(which))
-        return found
+        if path is None or not path.is_dir():
+            raise self._no_checkpoint(which)
+        return path
 
-    def _no_checkpoint(self, which: str) -> str:
-        """Return the message for a checkpoint that is not there."""
+    def _no_checkpoint(self, which: str) -> UserError:
+        """Return the error for a checkpoint that is not there."""
         steps = [str(checkpoint_step(name)) for name in checkpoint_names(self.checkpoints)]
-        if not steps and self.log().started is None:
-            return f"{self.path} has no checkpoint; restore its folder {self.checkpoints.name} from a copy"
         if not steps:
-            return f"{self.path} has no checkpoint; train it: txl train --out {shlex.quote(str(self.path))}"
+            restore = f"restore its folder {self.checkpoints.name} from a copy"
+            remedy = restore if self.log().started is None else ("train it with ", Field("out", self.path))
+            return UserError("has no checkpoint", value=self.path, remedy=remedy)
         if which in ("best", "latest"):
-            return (
-                f"{self.path / which} names no checkpoint; choose a step with --checkpoint ({' or '.join(steps)}), or "
-                f"restore {which} from a copy"
-            )
-        return f"checkpoint is {which}, but {self.path} has the steps {', '.join(steps)}"
+            choose = ("choose a step with ", Field("checkpoint"), f" ({' or '.join(steps)})")
+            remedy = (*choose, f", or restore {which} from a copy")
+            return UserError("names no checkpoint", value=self.path / which, remedy=remedy)
+        but = f"{self.path} has the steps {', '.join(steps)}"
+        return UserError(field="checkpoint", value=int(which), but=but)
 
     def load(
         self, checkpoint: Path | None = None, device: str = "cpu", attention: str | None = None
@@ -228,7 +227,8 @@ class RunDirectory:
                 if note is not None:
                     print(f"note: {note} ({error}); start no second training here", file=sys.stderr)
                 return
-        raise UserError(f"{self.path}: another process is training here; wait for it or use another --out")
+        remedy = ("wait for it or use another ", Field("out"))
+        raise UserError("another process is training here", value=self.path, remedy=remedy)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 
 from txl.config import ModelConfig, RunConfig, TrainConfig
 from txl.data.vocabulary import Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
 from txl.training.compilation import check_capture
@@ -20,15 +20,14 @@ def check_trainable(run: RunConfig, device: str) -> None:
     """
     train = run.train
     if device.partition(":")[0] not in ("cpu", "cuda"):
-        raise UserError(
-            f"training on {device} is not supported, because its random numbers are not saved with the run; use "
-            f"--device cpu"
-        )
+        problem = "training is not supported, because the device's random numbers are not saved with the run"
+        raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cpu")))
     FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
     if train.capture:
         check_capture(run, device)
     if train.tf32 and not device.startswith("cuda"):
-        raise UserError(f"train.tf32 needs an NVIDIA GPU, and this run trains on {device}; leave it out")
+        but = f"this run trains on {device}, and TF32 needs an NVIDIA GPU"
+        raise UserError(field="train.tf32", value=True, but=but, remedy="leave it out")
 
 
 def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, train: TrainConfig) -> FamilyModel:

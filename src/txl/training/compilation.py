@@ -17,7 +17,7 @@ from torch import Tensor
 
 from txl.config import RecurrentConfig, RunConfig, TrainConfig
 from txl.devices import Captured, sent
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.models.family import FamilyModel
 from txl.models.language_model import State, TailRows
 from txl.models.memory import Memory
@@ -68,21 +68,19 @@ def check_capture(run: RunConfig, device: str) -> None:
     Raises:
         UserError: if so, naming the reason.
     """
-    train, reason = run.train, None
+    train, reason = run.train, ""
     if not device.startswith("cuda"):
-        reason = f"needs an NVIDIA GPU, and this run trains on {device}"
+        reason = f"this run trains on {device}, and recorded steps need an NVIDIA GPU"
     elif isinstance(run.model, RecurrentConfig):
-        reason = "serves Transformers, and this model is recurrent"
+        reason = "this model is recurrent, and only steps of Transformers are recorded"
     elif run.model.loss_depends_on_progress:
-        reason = (
-            "needs a constant loss, but the losses of this model's layers end one after another (model.layer_losses)"
-        )
+        reason = "the losses of this model's layers end one after another (model.layer_losses)"
     elif train.optimizer not in ("adam", "adamw", "muon"):
-        reason = f"needs train.optimizer adam, adamw or muon, and it is {train.optimizer}"
+        reason = f"train.optimizer is {train.optimizer}; adam, adamw and muon can be recorded"
     elif train.on_spike != "report":
-        reason = "needs train.on_spike report: a recorded step does not go back to a checkpoint"
-    if reason is not None:
-        raise UserError(f"train.capture {reason}; add --train.capture false")
+        reason = f"train.on_spike is {train.on_spike}, and a recorded step does not go back to a checkpoint"
+    if reason:
+        raise UserError(field="train.capture", value=True, but=reason, remedy=("set ", Field("train.capture", False)))
 
 
 def can_capture(run: RunConfig, device: str) -> bool:

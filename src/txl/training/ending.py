@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from txl.errors import TrainingDiverged
+from txl.errors import Field, TrainingDiverged
 from txl.runs.events import EventName
 from txl.training.pace import Pace, StepFigures
 from txl.training.saver import REMEDY, CheckpointSaver
@@ -19,8 +19,8 @@ _RELIABLE = 0.05  # share of the steps before the pace is reliable
 class PlannedEnd:
     """The time at which a planned run is to end (`train.planned_minutes`).
 
-    A run that `--minutes` chose changes its number of steps to end in time, where nothing but the learning rate depends
-    on that number; others report once that they will be late.
+    A run that was chosen for a number of minutes changes its number of steps to end in time, where nothing but the
+    learning rate depends on that number; others report once that they will be late.
     """
 
     def __init__(self, setup: TrainingSetup, saver: CheckpointSaver):
@@ -110,7 +110,8 @@ def check_end(state: TrainingState, setup: TrainingSetup) -> None:
     skipped = f" (updates skipped: {counters.skipped:,})" if counters.skipped else ""
     raise TrainingDiverged(
         f"step {counters.step} of {setup.run.train.steps}: training diverged, the model in {setup.directory.path} is "
-        f"of no use: {reason}{skipped}; start anew with another --out, and {REMEDY}"
+        f"of no use: {reason}{skipped}",
+        remedy=("start anew with another ", Field("out"), ", and ", *REMEDY),
     )
 
 

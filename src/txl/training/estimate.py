@@ -135,8 +135,8 @@ def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], de
     layers = sum(parameters.get(part, 0) for part in ("attention", "feed-forward", "recurrent layers", "mixture"))
     if softmax < layers:
         return None
-    adaptive = f"--model.cutoffs {vocab_size // 10},{vocab_size // 3} (adaptive softmax) keeps all"
-    smaller = {"word": "--data.max-words 8000 keeps the most frequent", "bpe": "--data.vocab-size 4096 makes fewer"}
+    adaptive = f"model.cutoffs {vocab_size // 10},{vocab_size // 3} (adaptive softmax) keeps all"
+    smaller = {"word": "data.max_words 8000 keeps the most frequent", "bpe": "data.vocab_size 4096 makes fewer"}
     ways = [adaptive]
     if run.data.unit in smaller and run.data.corpus not in BENCHMARKS:
         ways.insert(0, smaller[run.data.unit])

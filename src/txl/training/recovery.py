@@ -58,7 +58,8 @@ def skip_update(
     weights = "are not finite themselves" if lost else "were not updated"
     raise TrainingDiverged(
         f"step {counters.step}: {what}, for {counters.skipped_in_a_row} steps in a row; the weights {weights}, the "
-        f"batch and its position are in {path.name} and {last_checkpoint(setup.directory)}; {REMEDY}"
+        f"batch and its position are in {path.name} and {last_checkpoint(setup.directory)}",
+        remedy=REMEDY,
     )
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.evaluation.stream import EvaluationResult
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EventName
@@ -26,10 +26,10 @@ class Scalars:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
-                raise UserError(
-                    "train.tensorboard needs the package tensorboard; install it with pip install "
-                    "'transformer-xl[tensorboard]', or set --train.tensorboard false"
-                ) from None
+                install = "install it with pip install 'transformer-xl[tensorboard]', or set "
+                remedy = (install, Field("train.tensorboard", False))
+                but = "the package tensorboard is missing"
+                raise UserError(field="train.tensorboard", value=True, but=but, remedy=remedy) from None
             self._writer = SummaryWriter(str(directory / "tensorboard"))
 
     def add(self, step: int, figures: dict[str, float]) -> None:

@@ -8,7 +8,7 @@ import time
 
 from torch import nn
 
-from txl.errors import TrainingDiverged, UserError
+from txl.errors import Field, TrainingDiverged, UserError
 from txl.files import JsonObject
 from txl.runs.checkpoints import (
     STATE_SHARDS,
@@ -26,7 +26,8 @@ from txl.training.parallel import local_tensor
 from txl.training.snapshot import copied_state
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
-REMEDY = "try a lower --train.learning-rate or a longer --train.warmup-steps"  # for a run that diverges
+# For a run that diverges.
+REMEDY = ("try a lower ", Field("train.learning_rate"), " or a longer ", Field("train.warmup_steps"))
 
 
 class CheckpointSaver:
@@ -111,7 +112,8 @@ class CheckpointSaver:
             self._setup.log.record(EventName.STOP, state.counters.step, reason="not finite")
             raise TrainingDiverged(
                 f"step {state.counters.step}: the weights are not finite and were not saved; "
-                f"{last_checkpoint(self._directory)}; {REMEDY}"
+                f"{last_checkpoint(self._directory)}",
+                remedy=REMEDY,
             )
 
     def join(self) -> None:

@@ -6,7 +6,6 @@ processes can read, and memory is stored by the lanes of the global batch.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +33,7 @@ from txl.runs.directory import load_weights
 from txl.training.averaging import WeightAverage
 from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor, local_tensor
-from txl.training.starting import imported
+from txl.training.starting import imported, start_from
 from txl.training.state import Counters, TrainingSetup, TrainingState
 
 SHARED = "limits"  # tensor of a state that has no lanes; all other tensors have the lanes as their first dimension
@@ -140,11 +139,10 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedChec
         raise UserError(f"{checkpoint.path}: its training state is damaged; {OTHERWISE}") from None
     identity = setup.corpus.info()["identity"]
     if corpus != identity:
-        source = shlex.quote(str(where))
         raise UserError(
             f"{setup.corpus.name} is not the text that {where} was trained on (its hash was {str(corpus)[:12]}, now it "
-            f"is {str(identity)[:12]}); give another --out, with --init-from {source} to start from its weights, or "
-            f"--fork to do so beside it"
+            f"is {str(identity)[:12]})",
+            remedy=start_from(where),
         )
     checkpoint.check_belongs(asdict(setup.run.model), where / "vocabulary.json")
     try:

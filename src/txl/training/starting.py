@@ -1,10 +1,9 @@
-"""The start of training: a new or resumed run in the directory of `--out`, and initial weights (`--init-from`)."""
+"""The start of training: a new or resumed run in a directory, and initial weights from another run."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from txl.config import RunConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
-from txl.errors import UserError
-from txl.files import absolute, check_utf8, refuse_file
+from txl.errors import Field, UserError
+from txl.files import absolute, check_utf8, reason_of, refuse_file
 from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint, checkpoint_name
 from txl.runs.directory import RunDirectory, load_weights
 from txl.training.schedule import learning_rate
@@ -26,6 +25,7 @@ if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
 _BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.[0-9a-f-]+\.partial")
 _AUXILIARY = "auxiliary."  # prefix of the weights that only auxiliary losses need (`txl.models.vanilla`)
+_WRITABLE = "give a directory that can be written"
 _LISTED = 6  # largest number of changed fields that a message names
 
 
@@ -38,9 +38,9 @@ def make_directory(path: Path) -> list[Path]:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         remove_empty(missing)
-        raise UserError(f"--out {path}: {error.strerror}; give a directory that can be written") from None
+        raise UserError(reason_of(error), field="out", value=path, remedy=_WRITABLE) from None
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError(f"--out {path}: not writable; give a directory that can be written")
+        raise UserError("not writable", field="out", value=path, remedy=_WRITABLE)
     return missing
 
 
@@ -59,7 +59,7 @@ def begins_here(
     If a new run begins, the files of a failed start are removed.
 
     Args:
-        directory: directory of `--out`, which exists.
+        directory: directory of the run, which exists.
         run: configuration to train.
         was_ours: True if a trainer has used the directory before.
         extend: True if the run may have more steps than the stored one.
@@ -68,7 +68,8 @@ def begins_here(
     path = directory.path
     if not directory.config_path.exists():
         if extend:
-            raise UserError(f"--extend: {path} holds no run to continue; leave --extend out to start one")
+            but = f"{path} holds no run to continue"
+            raise UserError(field="extend", value=True, but=but, remedy="leave it out to start one")
         refuse_foreign(directory, was_ours)
         remove_begun(path)
         return True
@@ -99,14 +100,12 @@ def refuse_foreign(directory: RunDirectory, was_ours: bool) -> None:
         return
     for path in sorted(directory.path.iterdir()):
         if path.name != ".lock" and not (was_ours and _is_of_a_begun_run(path)):
-            raise UserError(
-                f"--out {directory.path}: not empty and not a run directory (it contains {path.name}); give another "
-                f"directory"
-            )
+            problem = f"not empty and not a run directory (it contains {path.name})"
+            raise UserError(problem, field="out", value=directory.path, remedy="give another directory")
 
 
 def check_directory(path: Path) -> None:
-    """Refuse a directory for `--out` that cannot be written or has files of others; what does not exist is not made."""
+    """Refuse a directory for a run that cannot be written or has files of others; what does not exist is not made."""
     missing = make_directory(path)
     try:
         refuse_foreign(RunDirectory(path), is_ours(RunDirectory(path)))
@@ -115,7 +114,7 @@ def check_directory(path: Path) -> None:
 
 
 def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
-    """Refuse a directory for `--out` that cannot be written or holds another run, before any computation."""
+    """Refuse a directory for a run that cannot be written or holds another run, before any computation."""
     directory = RunDirectory(path)
     check_directory(path)
     if directory.config_path.exists() and has_checkpoint(directory):
@@ -133,26 +132,31 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
     path, there_now = directory.path, directory.config()
     run = with_unset_data(run, there_now)
     changed = changed_fields(there_now, run, extend)
-    if changed:
-        before, now = there_now.train.steps, run.train.steps
-        if extend and now < before:
-            raise UserError(f"--extend: train.steps is {now}, but the run in {path} has {before}; expected more")
-        quoted, remedy = shlex.quote(str(path)), "give another --out"
-        if weight_changes(directory, run) or there_now.data.unit != run.data.unit:
-            remedy += f", or go on with this run: txl train --out {quoted}"
-        else:
-            remedy += f", with --init-from {quoted} to start from its weights, or --fork to do so beside it"
-        if not extend and not changed_fields(there_now, run, extend=True):
-            remedy = f"add --extend to train this one longer, or {remedy}"
-        raise UserError(f"--out {path} holds a different run: {_listed(changed)}; {remedy}")
+    if not changed:
+        return
+    before, now = there_now.train.steps, run.train.steps
+    if extend and now < before:
+        raise UserError(
+            field="train.steps", value=now, but=f"the run in {path} has {before}", expected="more to extend it"
+        )
+    remedy = start_from(path)
+    if weight_changes(directory, run) or there_now.data.unit != run.data.unit:
+        remedy = ("give another ", Field("out"), ", or go on with this run by giving ", Field("out", path), " alone")
+    if not extend and not changed_fields(there_now, run, extend=True):
+        remedy = ("add ", Field("extend"), " to train this one longer, or ", *remedy)
+    raise UserError(f"holds a different run: {_listed(changed)}", field="out", value=path, remedy=remedy)
+
+
+def start_from(path: Path) -> tuple[str | Field, ...]:
+    """Return the advice to train on from the weights of a run that itself cannot go on."""
+    weights = (", with ", Field("init_from", path), " to start from its weights, or ", Field("fork"))
+    return ("give another ", Field("out"), *weights, " to do so beside it")
 
 
 def imported(path: Path) -> UserError:
     """Return the error for an imported model that is to be trained on."""
-    return UserError(
-        f"{path} is an imported model, which has no training to continue; give another --out, with --init-from "
-        f"{shlex.quote(str(path))} to start from its weights"
-    )
+    remedy = ("give another ", Field("out"), ", with ", Field("init_from", path), " to start from its weights")
+    return UserError(f"{path} is an imported model, which has no training to continue", remedy=remedy)
 
 
 def refuse_imported(directory: RunDirectory) -> None:
@@ -162,17 +166,16 @@ def refuse_imported(directory: RunDirectory) -> None:
 
 
 def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
-    """Refuse `--init-from` for a run that continues and did not start from these weights."""
+    """Refuse initial weights for a run that continues and did not start from them."""
     started = directory.log().started
     if init_from is None or started is None:
         return
     first = started["init_from"]
     if first is None or first != absolute(str(init_from)):
         began = "random weights" if first is None else f"those of {first}"
-        raise UserError(
-            f"--init-from {init_from}: the run in {directory.path} began with {began} and continues with its "
-            f"own weights; leave --init-from out, or give another --out"
-        )
+        problem = f"the run in {directory.path} began with {began} and continues with its own weights"
+        remedy = ("leave it out, or give another ", Field("out"))
+        raise UserError(problem, field="init_from", value=init_from, remedy=remedy)
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
@@ -253,10 +256,12 @@ def weight_changes(source: RunDirectory, run: RunConfig) -> list[str]:
 def check_same_model(source: RunDirectory, run: RunConfig, fork: bool = False) -> None:
     """Refuse weights that would have another meaning in this configuration."""
     if changed := weight_changes(source, run):
-        begin = f"--fork: the weights of {source.path}" if fork else f"--init-from {source.path}: its weights"
+        remedy = "set these fields to the weights' values"
         raise UserError(
-            f"{begin} are of another model: {', '.join(changed)}; set these fields to the weights' values"
-            + (", or give another --out without --fork" if fork else "")
+            f"its weights are of another model: {', '.join(changed)}",
+            field="fork" if fork else "init_from",
+            value=source.path,
+            remedy=(remedy, ", or give another ", Field("out"), " instead") if fork else remedy,
         )
 
 
@@ -279,10 +284,8 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
     weights = VerifiedCheckpoint(source.checkpoint()).tensors(MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))
     if size != model.vocab_size:
-        raise UserError(
-            f"--init-from {source.path}: its model has {size} tokens, {corpus.name} in {corpus.unit} "
-            f"tokens has {model.vocab_size}; expected the same"
-        )
+        problem = f"its model has {size} tokens, {corpus.name} in {corpus.unit} tokens has {model.vocab_size}"
+        raise UserError(problem, field="init_from", value=source.path, expected="the same")
     ours = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(_AUXILIARY)}
     theirs = {name for name in weights if name.startswith(_AUXILIARY)}
     left_out, fresh = theirs - ours.keys(), ours.keys() - theirs

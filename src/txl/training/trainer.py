@@ -20,7 +20,7 @@ from txl.config import ModelConfig, RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.streams import training_stream
 from txl.devices import check_device, chosen_device, float32_products, seed_generators
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, absolute
 from txl.models.language_model import Objective
 from txl.native.build import why_not
@@ -199,10 +199,9 @@ class Trainer:
         if source is not None:
             vocabulary = inherited = source.vocabulary()
             if vocabulary is not None and vocabulary.kind != data.unit:
-                raise UserError(
-                    f"data.unit is {data.unit}, but the model of {source.path} reads {vocabulary.kind} tokens; "
-                    f"use --data.unit {vocabulary.kind}"
-                )
+                but = f"the model of {source.path} reads {vocabulary.kind} tokens"
+                remedy = ("use ", Field("data.unit", vocabulary.kind))
+                raise UserError(field="data.unit", value=data.unit, but=but, remedy=remedy)
         elif not is_new:
             vocabulary = self.directory.vocabulary()
             started = self._log.started
@@ -392,23 +391,23 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
     weights or use Muon when weights are sharded.
     """
     train, count = run.train, processes.count
+    needed = count * train.micro_batches
     if count > 1 and train.capture:
-        raise UserError(f"train.capture serves one process, and these are {count}; add --train.capture false")
-    if train.batch_size % (count * train.micro_batches):
-        raise UserError(
-            f"train.batch_size is {train.batch_size}; {count} processes with {train.micro_batches} parts each need a "
-            f"multiple of {count * train.micro_batches}"
-        )
-    if count > 1 and train.parallel == "fsdp" and train.averages:
-        raise UserError(
-            "train.parallel fsdp shards the weights, and their average (train.average_from, train.average_patience) is "
-            "not sharded; use --train.parallel ddp or no average"
-        )
-    if count > 1 and train.parallel == "fsdp" and train.optimizer == "muon":
-        raise UserError(
-            "train.parallel fsdp shards the weights, and train.optimizer muon orthogonalises whole matrices; use "
-            "--train.parallel ddp or --train.optimizer adamw"
-        )
+        remedy = ("set ", Field("train.capture", False))
+        raise UserError(field="train.capture", value=True, but=f"these are {count} processes", remedy=remedy)
+    if train.batch_size % needed:
+        expected = f"a multiple of {needed}: {count} processes with {train.micro_batches} parts each"
+        raise UserError(field="train.batch_size", value=train.batch_size, expected=expected)
+    if count == 1 or train.parallel != "fsdp":
+        return
+    if train.averages:
+        but = "the average of the weights (train.average_from, train.average_patience) is not sharded"
+        remedy = ("use ", Field("train.parallel", "ddp"), " or no average")
+        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=remedy)
+    if train.optimizer == "muon":
+        but = "train.optimizer muon orthogonalises whole matrices, which are sharded then"
+        remedy = ("use ", Field("train.parallel", "ddp"), " or ", Field("train.optimizer", "adamw"))
+        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=remedy)
 
 
 def fork_of(

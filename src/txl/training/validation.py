@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from txl.config import RunConfig
 from txl.data.corpora import Corpus
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.evaluation.perplexity import evaluate_with
 from txl.evaluation.stream import EvaluationResult, Lanes, Settings
 from txl.models.language_model import LanguageModel
@@ -25,9 +25,9 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
         try:
             Lanes.cut(len(tokens) if limit is None else min(limit, len(tokens)), run.validation_lanes)
         except UserError as error:
-            lanes = "--eval.batch-size" if run.train.eval_batch_size is None else "--train.eval-batch-size"
-            out = "or leave these evaluations out (--train.eval-every 0)"
-            raise UserError(f"validation split: {error} ({lanes}), {out}") from None
+            lanes = Field("eval.batch_size" if run.train.eval_batch_size is None else "train.eval_batch_size")
+            without = (" (", lanes, "), or leave these evaluations out with ", Field("train.eval_every", 0))
+            raise UserError(("validation split: ", error, *without)) from None
 
 
 def evaluate_in_training(
