@@ -187,7 +187,7 @@ def test_the_largest_numbers_that_are_taken_can_be_borne(
         (["eval", "RUN", "--checkpoint", "99"], " has the steps 8, 12"),
         (["eval", "RUN", "--checkpoint", "first"], "expected best, latest or the number of a step"),
         (["eval", "RUN", "--data.unit", "word"], "--data.unit is word, but this model reads byte tokens"),
-        (["eval", "RUN", "--data.min-count", "3"], "data.min_count is set, but the model has its vocabulary already"),
+        (["eval", "RUN", "--data.min-count", "3"], "--data.min-count is 3, but the model has its vocabulary already"),
         (["eval", "RUN", "--max-tokens", "1"], "--max-tokens is 1"),
         (["generate", "RUN", "--prompt", ""], "the prompt is empty"),
         (["generate", "RUN", "--prompt", "x", "--max-tokens", "0"], "--max-tokens is 0"),
@@ -301,7 +301,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
         ("truncated", "model.safetensors: truncated: "),
         (
             "best is no name",
-            "copy/best names no checkpoint; choose a step with --checkpoint (8 or 12), or restore best",
+            "copy/best: names no checkpoint; choose a step with --checkpoint (8 or 12), or restore best",
         ),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),

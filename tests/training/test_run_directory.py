@@ -154,7 +154,7 @@ def test_checkpoints_by_name_and_by_number(tmp_path):
         run.checkpoint("newest")
     for target in ("garbage", "step-00000007"):
         run.set_pointer("best", target)
-        with pytest.raises(UserError, match=r"best names no checkpoint; choose a step with --checkpoint \(5 or 10\)"):
+        with pytest.raises(UserError, match=r"best: names no checkpoint; choose a step with checkpoint \(5 or 10\)"):
             run.checkpoint()
 
 
