@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.record import write_if_asked
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import RunConfig, with_options
 from txl.minutes.timing import training_workload
 from txl.native.build import compiled_code
 from txl.native.operations import compiled_cross_entropy, compiled_dropout, compiled_rms_norm
+from txl_lab.records import measure_and_record
 from txl_lab.speed.workloads import reading_workload, timed_in_pairs
 
 PAIRS = 9
@@ -108,20 +107,19 @@ def operations() -> dict[str, float]:
     }
 
 
-def main() -> None:
+def measure() -> dict[str, Any]:
     """Time everything, and print one line each."""
-    keep_freed_memory()
     rows = []
-    for what, found in (
+    for what, ratios in (
         ("training step", {name: training(name, options) for name, options in TRAINING.items()}),
         ("reading", {name: reading(name, options) for name, options in READING.items()}),
         ("operation", operations()),
     ):
-        for name, times in found.items():
+        for name, times in ratios.items():
             rows.append({"work": what, "of": name, "times_pytorch": times})
             print(f"{what}, {name}: {times:.2f} times as fast as PyTorch", flush=True)
-    write_if_asked("compiled", {"rows": rows})
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("compiled", measure)

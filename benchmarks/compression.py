@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import git, write
+from txl_lab.records import git, write
 
 PEERS = {
     "xz -9e": ("xz -9e -c IN", "xz -dc FILE"),
@@ -165,12 +165,9 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
         row["compressed_bytes_and_weights"] = row["compressed_bytes"] + row["weights_bytes"]
         row["settings"] = settings_of(folder / "text.packed")
         row["eval"] = evaluated(text, model[1], row["settings"], folder)
-        bandwidth = [
-            sys.executable,
-            "-c",
-            "from txl_lab.speed.operations import read_bandwidth; print(read_bandwidth())",
-        ]
-        row["bandwidth"] = float(subprocess.run(bandwidth, stdout=subprocess.PIPE, check=True).stdout)  # our peak stays
+        code = "from txl_lab.speed.operations import read_bandwidth; print(read_bandwidth())"
+        bandwidth = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)  # our peak stays
+        row["bandwidth"] = float(bandwidth.stdout)
         row["bytes_per_second_at_bandwidth"] = row["eval"]["bytes_per_token"] * row["bandwidth"] / row["weights_bytes"]
     row["commit"] = git("rev-parse", "HEAD")
     return [{"text": shown, "way": f"txl compress {way}"} | row]

@@ -9,22 +9,17 @@ again. Each length runs in a separate process. Only the compressed file is store
 from __future__ import annotations
 
 import hashlib
-import json
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 import torch
-from benchmarks.process import status
-from benchmarks.record import write
 
 import txl.compression.files as files
 from txl.config import RecurrentConfig
 from txl.data.vocabulary import ByteVocabulary
 from txl.models import build_model
+from txl_lab.records import measure_and_record, process_bytes, run_alone
 
 LETTERS, LANES = b"\nabcdefghijklmno", 256
 SHAPE = RecurrentConfig(kind="lstm", n_layer=1, d_model=16)
@@ -62,27 +57,28 @@ class Digest:
         """Do nothing."""
 
 
-def measure(mib: int) -> dict[str, Any]:
+def case(text_size: str) -> dict[str, Any]:
     """Compress and decompress; return peak memory, and memory held after each of at most 16 equal parts."""
+    mib = int(text_size)
     files._LANE_OF_BLOCK = (1 << 20) // LANES  # many lanes in a small block, for speed; decoders read its size
     torch.manual_seed(0)
     vocabulary = ByteVocabulary(list(LETTERS))
     model = files.CodingModel(build_model(SHAPE, vocabulary).eval(), vocabulary)
-    start = status("VmRSS")
+    start = process_bytes("VmRSS")
     held: dict[str, list[int]] = {"compress": [], "decompress": []}
     peaks = {}
     every = max(1, mib // 16) << 20
 
     def note(way: str, done: int) -> None:
         if done % every == 0:
-            held[way].append(status("VmRSS"))
+            held[way].append(process_bytes("VmRSS"))
 
     with tempfile.TemporaryFile() as file:
         source, sink = Letters(mib << 20), Digest()
         sizes = files.compress(
             cast(IO[bytes], source), file, model=model, lanes=LANES, progress=lambda text, _: note("compress", text)
         )
-        peaks["compress"] = status("VmHWM")
+        peaks["compress"] = process_bytes("VmHWM")
         file.seek(0)
         files.decompress(
             file,
@@ -91,7 +87,7 @@ def measure(mib: int) -> dict[str, Any]:
             load=lambda: model,
             progress=lambda text, _: note("decompress", text),
         )
-        peaks["decompress"] = status("VmHWM")  # peak over compress and decompress
+        peaks["decompress"] = process_bytes("VmHWM")  # peak over compress and decompress
     return {
         "text": f"{mib} MiB of random letters, 16 kinds",
         "bytes": sizes.text,
@@ -106,19 +102,10 @@ def measure(mib: int) -> dict[str, Any]:
     }
 
 
-def main(target: Path, lengths: list[str]) -> None:
-    """Measure each length in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.compression_memory"]
-    rows = []
-    for mib in lengths:
-        rows.append(json.loads(subprocess.run([*command, mib], stdout=subprocess.PIPE, check=True).stdout))
-        write(target, f"python -m benchmarks.compression_memory {target} {' '.join(lengths)}", rows)
+def measure(*mib: str) -> list[dict[str, Any]]:
+    """Measure each length."""
+    return [run_alone("compression_memory", text_size) for text_size in mib]
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        print(json.dumps(measure(int(sys.argv[1]))))
-    elif len(sys.argv) > 2:
-        main(Path(sys.argv[1]), sys.argv[2:])
-    else:
-        sys.exit(f"usage: {sys.argv[0]} FILE MIB [MIB ...]")
+    measure_and_record("compression_memory", measure, case, keeps_memory=False)

@@ -27,7 +27,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from benchmarks.record import write
 
 import txl
 from txl.allocator import keep_freed_memory
@@ -42,6 +41,7 @@ from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
 from txl.training.compilation import can_capture
 from txl.training.trainer import Trainer
+from txl_lab.records import write
 
 MB, KB = 1_000_000, 1_000
 RATE, LANES_HERE = 4e-3, 16

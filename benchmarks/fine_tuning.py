@@ -16,15 +16,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import write
-
 from txl.cli import main as txl
+from txl_lab.records import write
 
 BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --train.dtype bfloat16")
 """About what `txl train --minutes 2` chooses for a novel."""
 TUNING, RATES = shlex.split("--steps 500 --batch-size 8"), (3.2e-3, 1e-3, 3.2e-4)
 """Options of tuning; its peak rates, the first that of the base run."""
-FIGURES = (
+FIGURES = [
     "checkpoint",
     "sha256_text",
     "tokens",
@@ -35,7 +34,7 @@ FIGURES = (
     "mem_len",
     "window",
     "dtype",
-)
+]
 """Fields of an evaluation that are recorded."""
 
 

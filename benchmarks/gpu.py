@@ -18,9 +18,7 @@ If a row ends the process or takes far too long, the other rows are measured in 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import json
 import re
 import subprocess
@@ -36,10 +34,9 @@ from typing import Any
 import torch
 from benchmarks import gpu_rows
 from benchmarks.gpu_rows import Bench, Figures, imitate_recording
-from benchmarks.record import git
 
 from txl.errors import UserError
-from txl.runs.environment import describe_hardware, describe_software
+from txl_lab.records import header
 
 ITEMS = {
     1: "Tests",
@@ -332,22 +329,6 @@ def device_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def header(command: str, device: str, **more: Any) -> Figures:
-    """Return a record's command, commit, date, hardware and software."""
-    commit = "unknown"
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):  # the tree may be a copy without its history
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        commit = git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else "")
-    return {
-        "command": command,
-        "commit": commit,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": describe_hardware(device),
-        "software": describe_software(),
-        **more,
-    }
-
-
 def main() -> int:
     """Measure all rows; return 1 if a row failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description="Measure what can only be known on a GPU.")
@@ -367,7 +348,7 @@ def main() -> int:
     command = f"python -m benchmarks.gpu {'--rehearse' if given.rehearse else f'--minutes {given.minutes:g}'}"
     with tempfile.TemporaryDirectory() as passing:
         folder = given.out or Path(passing if given.rehearse else "results")
-        about = header(command, bench.device, minutes=given.minutes, rehearsed=given.rehearse)
+        about = header(command, bench.device) | {"minutes": given.minutes, "rehearsed": given.rehearse}
         measured = Measured(folder, device_name(bench.device), about)
         measure([row for row in rows() if row.item in items], bench, deadline, measured)
         if given.out or not given.rehearse:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.gpu import device_name, header
+from benchmarks.gpu import device_name
 from benchmarks.gpu_rows import imitate_recording
 
 import txl
@@ -30,6 +29,7 @@ from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.runs.directory import RunDirectory
 from txl.training.trainer import Trainer
+from txl_lab.records import write
 
 PAPER = 54.52
 """Test perplexity of the paper, Table 5."""
@@ -141,11 +141,8 @@ def main() -> int:
             print("there is no NVIDIA GPU here; --rehearse needs none", file=sys.stderr)
             return 2
         result = measure(given, "cuda", given.work)
-        words = " ".join(sys.argv[1:])
-        record = header(f"python -m benchmarks.gpu_ptb {words}", "cuda", output=result)
-        given.out.mkdir(parents=True, exist_ok=True)
         path = given.out / f"gpu-ptb-{device_name('cuda')}.json"
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        write(path, f"python -m benchmarks.gpu_ptb {' '.join(sys.argv[1:])}", result, "cuda")
         print(f"written: {path}")
         return 0
     imitate_recording()

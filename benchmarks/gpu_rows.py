@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import txl
-from txl.attention import KeyScope
+from txl.attention import KeyScope, Operands
 from txl.config import RunConfig, TransformerXLConfig
 from txl.data.standard_library import stdlib_files
 from txl.devices import Captured, sent
@@ -238,20 +238,12 @@ def training(
     return figures | {"bfloat16_rate": rate, "fraction_of_rate": figures["operations_per_second"] / rate}
 
 
-def authors_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    position: Tensor,
-    u: Tensor,
-    v: Tensor,
-    scope: KeyScope,
-    dropout: float = 0.0,
-) -> Tensor:
+def authors_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
     """Compute `reference_attention` as Appendix B of the paper describes it, in plain PyTorch: all scores, shifted.
 
     Row i is shifted to the left by T-1-i: a column is padded, and the matrix is read with its two sizes swapped.
     """
+    query, key, value, position, u, v = operands
     n_query, n_key = query.shape[1], key.shape[1]
     content = torch.einsum("bihd,bjhd->bhij", query + u, key)
     by_distance = torch.einsum("bihd,jhd->bhij", query + v, position)

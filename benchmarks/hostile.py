@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import http.client
 import json
 import multiprocessing
@@ -29,10 +30,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from benchmarks.record import write
+from benchmarks.server_process import ask, served
 
 import txl
+from txl.allocator import keep_freed_memory
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.serving.service import Served, Service
+from txl_lab.records import write
 
 SIZE = (8 << 20) - 64
 """Length of the hostile part of a body in bytes; bodies up to 8 MiB are accepted."""
@@ -64,24 +68,15 @@ def vocabulary(unit: str) -> Vocabulary:
     return WordVocabulary(["<eos>", "<unk>", *common], rule="punctuation", normalise=True)
 
 
-def child(unit: str, tell: Any) -> None:
-    """Run the server in this process, and send its address through `tell`."""
-    import gc
-
-    from txl.allocator import keep_freed_memory
-    from txl.serving.app import address_of, bound_socket, build_app, serve
-    from txl.serving.service import Served, Service
-
+def service_of(unit: str, threads: int) -> Service:
+    """Return the service of a small model of a unit, in a process as `txl serve` sets it up."""
     keep_freed_memory()
-    torch.set_num_threads(1)
     run, symbols = txl.preset("stdlib-tiny"), vocabulary(unit)
     torch.manual_seed(0)
     model = txl.build_model(run.model, symbols).eval()
-    service = Service(Served(model, symbols, unit, threads=1, mem_len=8192, window=8192))
-    listening = bound_socket("127.0.0.1", 0)
     gc.freeze()
     sys.setswitchinterval(0.001)
-    serve(build_app(service), service, listening, lambda stop: tell.send(address_of(listening)))
+    return Service(Served(model, symbols, unit, threads=1, mem_len=8192, window=8192))
 
 
 def ask_health(url: str, tell: Any) -> None:
@@ -194,49 +189,43 @@ def send(url: str, path: str, body: bytes, stream: str) -> tuple[str, float, flo
         return status, began, time.monotonic()
 
 
-def asked(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
-    """Return the answer to a small request."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc)
-    connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
-    return connection.getresponse().read()
-
-
 def measure(unit: str, only: str) -> dict[str, Any]:
     """Return the waiting times during each request to a server of one unit."""
-    context = multiprocessing.get_context("spawn")
+    context, results = multiprocessing.get_context("spawn"), {}
     ours, theirs = context.Pipe()
-    server = context.Process(target=child, args=(unit, theirs))
-    server.start()
-    url, results = ours.recv(), {}
-    prober = context.Process(target=ask_health, args=(url, theirs))
-    prober.start()
-    ours.recv()
-    try:
-        for name, path, body in bodies():
-            if only not in name:
-                continue
-            stream = json.loads(asked(url, "POST", "/v1/streams", b'{"seed": 1}'))["id"]
-            ours.send(None)
-            time.sleep(0.3)
-            status, began, ended = send(url, path, body, stream)
-            time.sleep(0.1)
-            ours.send(None)
-            waits = sorted(1000 * (end - start) for start, end in ours.recv() if end > began and start < ended)
-            results[name] = {
-                "status": status,
-                "seconds": round(ended - began, 3),
-                "questions": len(waits),
-                "p99_ms": round(waits[min(len(waits) - 1, int(0.99 * len(waits)))], 1),
-                "largest_ms": round(waits[-1], 1),
-            }
-            print(f"{unit:5} {name:45} {results[name]}", flush=True)
-            for each in json.loads(asked(url, "GET", "/v1/streams"))["data"]:
-                asked(url, "DELETE", f"/v1/streams/{each['id']}")
-    finally:
-        for process in (prober, server):
-            process.terminate()
-            process.join()
+    with served(service_of, unit) as url:
+        prober = context.Process(target=ask_health, args=(url, theirs))
+        prober.start()
+        ours.recv()
+        try:
+            for name, path, body in bodies():
+                if only in name:
+                    results[name] = waits_during(url, path, body, ours)
+                    print(f"{unit:5} {name:45} {results[name]}", flush=True)
+        finally:
+            prober.terminate()
+            prober.join()
     return results
+
+
+def waits_during(url: str, path: str, body: bytes, prober: Any) -> dict[str, Any]:
+    """Send one request, and return its status and how long questions waited meanwhile."""
+    stream = json.loads(ask(url, "POST", "/v1/streams", {"seed": 1}).read())["id"]
+    prober.send(None)
+    time.sleep(0.3)
+    status, began, ended = send(url, path, body, stream)
+    time.sleep(0.1)
+    prober.send(None)
+    waits = sorted(1000 * (end - start) for start, end in prober.recv() if end > began and start < ended)
+    for kept in json.loads(ask(url, "GET", "/v1/streams").read())["data"]:
+        ask(url, "DELETE", f"/v1/streams/{kept['id']}").read()
+    return {
+        "status": status,
+        "seconds": round(ended - began, 3),
+        "questions": len(waits),
+        "p99_ms": round(waits[min(len(waits) - 1, int(0.99 * len(waits)))], 1),
+        "largest_ms": round(waits[-1], 1),
+    }
 
 
 def main() -> None:

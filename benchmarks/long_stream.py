@@ -11,18 +11,15 @@ equal losses. The memory of the process is recorded throughout.
 from __future__ import annotations
 
 import copy
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.process import status
-from benchmarks.record import write
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
 from txl.models.transformer_xl import TransformerXL
+from txl_lab.records import measure_and_record, process_bytes
 
 SHAPE = TransformerXLConfig(
     n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0
@@ -54,7 +51,7 @@ def read(model: TransformerXL, tokens: Tensor, segment: int) -> tuple[Tensor, li
             if end > n_token - LAST:
                 losses.append(nll)
             if number % max(1, n_token // segment // 100) == 0:
-                held.append((end, status("VmRSS")))
+                held.append((end, process_bytes("VmRSS")))
     return torch.cat(losses, dim=1)[:, -LAST:], held
 
 
@@ -72,6 +69,7 @@ def measure(n_token: int) -> dict[str, Any]:
     exact, _ = read(copy.deepcopy(model).double(), end, LAST + reach)
     settled = [size for read_by_then, size in held if read_by_then > n_token // 10]
     return {
+        "segment": SEGMENT,
         "tokens": n_token,
         "seconds": seconds,
         "bytes_after_a_tenth": settled[0],
@@ -84,18 +82,10 @@ def measure(n_token: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(n_token: str = "1000000") -> dict[str, Any]:
     """Measure over a million tokens, or over the number given on the command line."""
-    found = measure(int(sys.argv[2]) if len(sys.argv) > 2 else 1_000_000)
-    print(
-        f"{found['tokens']:,} tokens in {found['seconds']:.0f} s: memory grew by "
-        f"{found['largest_growth_after_a_tenth'] / 2**20:.1f} MiB after the first tenth; losses at the end differ "
-        f"from a fresh reading by {found['largest_difference_from_fresh_float32']:.1e} nats, from a float64 one by "
-        f"{found['largest_difference_from_fresh_float64']:.1e} (float32 itself: "
-        f"{found['rounding_of_fresh_float32']:.1e})"
-    )
-    write(Path(sys.argv[1]), "python -m benchmarks.long_stream results/long-stream.json", {"segment": SEGMENT} | found)
+    return measure(int(n_token))
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("long_stream", main, keeps_memory=False)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.record import write
 from transformers import logging as transformers_logging  # pyright: ignore[reportMissingImports]
 from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
     TransfoXLConfig,
@@ -32,8 +31,10 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.config import RunConfig
 from txl.interop.import_run import import_run
+from txl.training.budget import ranked_tokens
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl_lab.records import write
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 
@@ -81,9 +82,8 @@ def median_seconds(step: Callable[[], Any], least: int = 3, budget: float = 12.0
 
 
 def text(work: Workload, segment: int) -> torch.Tensor:
-    """Return random tokens [B,T], ranked roughly as in natural text (Zipf), which matters to an adaptive softmax."""
-    uniform = torch.rand(work.batch_size, segment, dtype=torch.float64)
-    return ((work.vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, work.vocab_size - 1)
+    """Return random tokens [B,T], ranked as in natural text, which matters to an adaptive softmax."""
+    return ranked_tokens(work.vocab_size, work.batch_size, segment)
 
 
 def peer_of(run: RunConfig, work: Workload) -> Any:

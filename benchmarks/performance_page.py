@@ -8,17 +8,16 @@ All numbers of the page come from records. In place of a missing record, the pag
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.performance_plots import FIGURES, NAMED_RECIPES
 
-ROOT = Path(__file__).parents[1]
+from txl_lab.pages import DOCS, Record, RecordedPlot, read_record, table, write_or_check
+from txl_lab.records import RESULTS
+
 HEAD = """# Performance
 
 This page shows how fast each kind of work is, what limits it, and how its cost grows. Unless a section says otherwise,
@@ -29,7 +28,6 @@ measured before a faster part was added to the program, or in several runs, and 
 Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
 head, N layers, V vocabulary.
 """
-Record = dict[str, Any]
 REACHED = {"fraction_of_bandwidth": "the bandwidth", "fraction_of_matmul_rate": "the matrix rate"}
 
 
@@ -40,23 +38,23 @@ class Section:
     title: str
     record: str
     """Name of the record's file in `results/`, without extension."""
-    command: str
-    """Command that makes the record."""
     text: Callable[[Record], str]
     figures: tuple[str, ...] = ()
     note: str = ""
     """Note on a change in the program since the record was made."""
+    made_with: str = ""
+    """Command that makes the record; empty: the script of the record's name."""
+
+    @property
+    def command(self) -> str:
+        """Command that makes the record."""
+        script = f"python -m benchmarks.{self.record.replace('-', '_')} results/{self.record}.json"
+        return self.made_with or script
 
 
 BEFORE_COMPILED = "Measured before attention without gradients was compiled."
 BEFORE_COMPILED_TRAINING = "Measured before attention in training was compiled."
 WITH_MKL = "Its float32 products are MKL's; today's are oneDNN's on this processor."
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def roofline(record: Record) -> str:
@@ -317,96 +315,46 @@ def quality(record: Record) -> str:
 
 
 RECORD = "python benchmarks/record.py results/{}.json {}"
+RECORD = "python benchmarks/record.py results/{}.json {}"
+COMPILED = "python -m benchmarks.compiled results/compiled-{}.json"
 SECTIONS = (
-    Section(
-        "Time to quality",
-        "quality",
-        "python -m benchmarks.quality results/quality.json",
-        quality,
-        ("quality",),
-    ),
+    Section("Time to quality", "quality", quality, ("quality",)),
     Section(
         "Compared with Hugging Face's Transformer-XL",
         "bench-peers",
-        "make bench-peers",
         peers,
         note="On this processor, our products of float32 matrices are oneDNN's. The peer's are MKL's, as usual in "
         "PyTorch, which are slower ([decisions](../decisions.md)).",
+        made_with="make bench-peers",
+    ),
+    Section("The roofline", "scaling", roofline, ("roofline",), f"{BEFORE_COMPILED} {WITH_MKL}"),
+    Section("Where a segment's time goes", "segment-profile", segment_profile),
+    Section("Where a training step's time goes", "training-profile", training_profile),
+    Section("Compiled attention in training", "training-attention", training_attention),
+    Section(
+        "Compiled code with AVX-512", "compiled-avx512", beside_pytorch, made_with=COMPILED.format("compiled-avx512")
     ),
     Section(
-        "The roofline",
-        "scaling",
-        "python -m benchmarks.scaling results/scaling.json",
-        roofline,
-        ("roofline",),
-        f"{BEFORE_COMPILED} {WITH_MKL}",
+        "Compiled code with AVX2 alone", "compiled-avx2", beside_pytorch, made_with=COMPILED.format("compiled-avx2")
     ),
-    Section(
-        "Where a segment's time goes",
-        "segment-profile",
-        "python -m benchmarks.segment_profile results/segment-profile.json",
-        segment_profile,
-    ),
-    Section(
-        "Where a training step's time goes",
-        "training-profile",
-        "python -m benchmarks.training_profile results/training-profile.json",
-        training_profile,
-    ),
-    Section(
-        "Compiled attention in training",
-        "training-attention",
-        "python -m benchmarks.training_attention results/training-attention.json",
-        training_attention,
-    ),
-    Section(
-        "Compiled code with AVX-512",
-        "compiled-avx512",
-        "python -m benchmarks.compiled results/compiled-avx512.json",
-        beside_pytorch,
-    ),
-    Section(
-        "Compiled code with AVX2 alone",
-        "compiled-avx2",
-        "python -m benchmarks.compiled results/compiled-avx2.json",
-        beside_pytorch,
-    ),
-    Section(
-        "How cost grows",
-        "scaling",
-        "python -m benchmarks.scaling results/scaling.json",
-        growth,
-        ("growth",),
-        f"{BEFORE_COMPILED} {WITH_MKL}",
-    ),
+    Section("How cost grows", "scaling", growth, ("growth",), f"{BEFORE_COMPILED} {WITH_MKL}"),
     Section(
         "Memory of a training step",
         "training-memory",
-        "PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
         training_memory,
         ("training-memory",),
+        made_with="PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
     ),
-    Section(
-        "Memory and the vocabulary",
-        "vocabulary-memory",
-        "python -m benchmarks.vocabulary_memory results/vocabulary-memory.json",
-        vocabulary_memory,
-    ),
-    Section("Table 9", "bench-table9", RECORD.format("bench-table9", "bench table9 --json"), table9),
+    Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory),
+    Section("Table 9", "bench-table9", table9, made_with=RECORD.format("bench-table9", "bench table9 --json")),
     Section(
         "Compiled layers",
         "bench-compile",
-        RECORD.format("bench-compile", "bench train --compile --json"),
         compiled,
         note=BEFORE_COMPILED_TRAINING,
+        made_with=RECORD.format("bench-compile", "bench train --compile --json"),
     ),
-    Section(
-        "A long stream",
-        "long-stream",
-        "python -m benchmarks.long_stream results/long-stream.json",
-        long_stream,
-        note=BEFORE_COMPILED,
-    ),
+    Section("A long stream", "long-stream", long_stream, note=BEFORE_COMPILED),
 )
 
 
@@ -421,64 +369,48 @@ def made_by(name: str, made: Record, part: str) -> str:
     )
 
 
-def page(results: Path) -> tuple[str, dict[str, tuple[str, Record]]]:
-    """Return the text of the page, and for every figure the digest of its data and the data."""
-    parts, figures = [HEAD], {}
+def page(results: Path, docs: Path) -> tuple[str, list[RecordedPlot]]:
+    """Return the text of the page, and its figures."""
+    parts, plots = [HEAD], []
     for section in SECTIONS:
         parts.append(f"## {section.title}\n")
-        path = results / f"{section.record}.json"
-        if not path.is_file():
+        if not (results / f"{section.record}.json").is_file():
             parts.append(f"Not recorded yet: `{section.command}`.\n")
             continue
-        record = json.loads(path.read_text(encoding="utf-8"))
-        parts.append(section.text(record["output"]))
+        record = read_record(results, section.record)
+        output = record["output"]
+        parts.append(section.text(output))
         if section.note:
             parts.append(f"{section.note}\n")
         for name in section.figures:
-            digest = hashlib.sha256(json.dumps([name, record["output"]]).encode()).hexdigest()[:16]
-            figures[name] = digest, record["output"]
-            parts.append(f"![{FIGURES[name].title}](performance-{name}.svg)\n")
+            title, size, draw = FIGURES[name]
+            path = docs / f"performance-{name}.svg"
+            plots.append(RecordedPlot(path, [name, output], size, partial(draw, record=output)))
+            parts.append(f"![{title}]({path.name})\n")
         # Texts of one record may come from different days; a text with its own hardware entry gets its own line.
-        texts = [text for text in record["output"].get("texts", ()) if "hardware" in text]
+        texts = [text for text in output.get("texts", ()) if "hardware" in text]
         parts += [made_by(section.record, text, f", `{text['text']}`") for text in texts]
-        rest = f", `{record['output']['texts'][-1]['text']}`" if texts else ""
-        parts.append(made_by(section.record, record, rest))
-    return "\n".join(parts), figures
+        parts.append(made_by(section.record, record, f", `{output['texts'][-1]['text']}`" if texts else ""))
+    return "\n".join(parts), plots
 
 
-def write_page(results: Path, docs: Path) -> None:
+def write_page(results: Path = RESULTS, docs: Path = DOCS / "explanation") -> None:
     """Write the page and its figures, and remove figures without a record."""
-    text, figures = page(results)
-    for name, (digest, record) in figures.items():
-        FIGURES[name].save(record, docs / f"performance-{name}.svg", digest)
-    for name in FIGURES.keys() - figures.keys():
-        (docs / f"performance-{name}.svg").unlink(missing_ok=True)
+    text, plots = page(results, docs)
+    for plot in plots:
+        plot.write()
+    for path in {docs / f"performance-{name}.svg" for name in FIGURES} - {plot.path for plot in plots}:
+        path.unlink(missing_ok=True)
     (docs / "performance.md").write_text(text, encoding="utf-8")
 
 
-def check_page(results: Path, docs: Path) -> list[str]:
+def check_page(results: Path = RESULTS, docs: Path = DOCS / "explanation") -> list[str]:
     """Return the names of the files that do not match the records."""
-    text, figures = page(results)
+    text, plots = page(results, docs)
     path = docs / "performance.md"
     wrong = [] if path.is_file() and path.read_text(encoding="utf-8") == text else [path.name]
-    for name, (digest, _) in figures.items():
-        figure = docs / f"performance-{name}.svg"
-        if not figure.is_file() or digest not in figure.read_text(encoding="utf-8"):
-            wrong.append(figure.name)
-    return wrong
-
-
-def main() -> None:
-    """Write or check the page."""
-    results, docs = ROOT / "results", ROOT / "docs" / "explanation"
-    if sys.argv[1:] == ["--check"]:
-        if wrong := check_page(results, docs):
-            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.performance_page")
-    elif sys.argv[1:]:
-        sys.exit("usage: python -m benchmarks.performance_page [--check]")
-    else:
-        write_page(results, docs)
+    return wrong + [plot.path.name for plot in plots if not plot.is_current]
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check("performance_page", write_page, check_page)

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT
+from txl_lab.pages import Record
 
-Record = dict[str, Any]
 NAMES = {"segment": "T", "memory": "M", "layers": "layers", "batch": "B", "vocabulary": "V"}
-
-
-@dataclass(frozen=True)
-class PageFigure:
-    """A figure of the page."""
-
-    title: str
-    size: tuple[float, float]
-    draw: Callable[[Figure, Record], None]
-
-    def save(self, record: Record, path: Path, digest: str) -> None:
-        """Write the figure, with the digest of its data in the metadata."""
-        save_figure(lambda figure: self.draw(figure, record), path, self.size, digest)
 
 
 def _doubling_axis(axis: Any, values: Sequence[float]) -> None:
@@ -188,9 +173,10 @@ def draw_quality(figure: Figure, record: Record) -> None:
 
 NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}
 """Labels of our recipes, by their names in the record."""
-FIGURES = {
-    "quality": PageFigure("Validation loss against the time of training", (9.4, 3.3), draw_quality),
-    "roofline": PageFigure("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
-    "growth": PageFigure("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
-    "training-memory": PageFigure("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),
+FIGURES: dict[str, tuple[str, tuple[float, float], Callable[..., None]]] = {
+    "quality": ("Validation loss against the time of training", (9.4, 3.3), draw_quality),
+    "roofline": ("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
+    "growth": ("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
+    "training-memory": ("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),
 }
+"""Title of each figure of the page, its size in inches, and the function that draws it."""

@@ -6,24 +6,19 @@ python -m benchmarks.pictures --check    # exit code 1 if a picture does not mat
 
 from __future__ import annotations
 
-import hashlib
-import json
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from txl.reporting.plots import ACCENT, INK, LINE, SECOND, SOFT, draw_memory_curve, save_figure
+from txl.reporting.plots import ACCENT, INK, LINE, SECOND, SOFT, draw_memory_curve
+from txl_lab.pages import DOCS, Record, RecordedPlot, read_record, write_or_check
+from txl_lab.records import RESULTS
 
-ROOT = Path(__file__).parents[1]
-Record = dict[str, Any]
 
-
-def draw_reach(figure: Figure, record: Record) -> None:
+def draw_reach(record: Record, figure: Figure) -> None:
     """Draw the dependence of a prediction on each layer's input, by distance back."""
     axes = figure.add_subplot()
     window, segment, rows = record["window"], record["segment"], record["relative"]
@@ -49,7 +44,7 @@ def draw_reach(figure: Figure, record: Record) -> None:
     axes.set_title(f"Reach of each layer's input, window of {window} keys", fontsize=9.5, loc="left")
 
 
-def draw_memory(figure: Figure, record: Record) -> None:
+def draw_memory(record: Record, figure: Figure) -> None:
     """Draw quality against memory length."""
     axes = figure.add_subplot()
     sweep = next(event for event in record["measurements"] if event["event"] == "sweep")
@@ -58,7 +53,7 @@ def draw_memory(figure: Figure, record: Record) -> None:
     axes.set_title("More memory, fewer bits", fontsize=9.5, loc="left")
 
 
-def draw_speed(figure: Figure, record: Record) -> None:
+def draw_speed(record: Record, figure: Figure) -> None:
     """Draw the speed of each workload relative to Hugging Face's model."""
     axes = figure.add_subplot()
     works: dict[str, dict[str, float]] = {}
@@ -88,50 +83,33 @@ def draw_speed(figure: Figure, record: Record) -> None:
 
 BESIDE = (3.6, 3.2)
 """Size in inches of two pictures that fit beside each other, and on a phone below each other."""
-PICTURES: dict[str, tuple[tuple[str, ...], tuple[float, float], Callable[..., None]]] = {
-    "memory-reach": (("memory-reach",), (7.6, 3.4), draw_reach),
-    "memory-curve": (("enwik8-head",), BESIDE, draw_memory),
-    "speed": (("bench-peers",), BESIDE, draw_speed),
+PICTURES: dict[str, tuple[str, tuple[float, float], Callable[[Record, Figure], None]]] = {
+    "memory-reach": ("memory-reach", (7.6, 3.4), draw_reach),
+    "memory-curve": ("enwik8-head", BESIDE, draw_memory),
+    "speed": ("bench-peers", BESIDE, draw_speed),
 }
-"""Records that each picture shows, size of the picture in inches, and function that draws it."""
+"""Record that each picture shows, size of the picture in inches, and function that draws it."""
 
 
-def shown(results: Path, name: str) -> tuple[list[Record], str]:
-    """Return the outputs of a picture's records, and a digest of these outputs."""
-    paths = [results / f"{each}.json" for each in PICTURES[name][0]]
-    records = [json.loads(path.read_text(encoding="utf-8"))["output"] for path in paths]
-    return records, hashlib.sha256(json.dumps([name, *records]).encode()).hexdigest()[:16]
+def plots(results: Path, folder: Path) -> list[RecordedPlot]:
+    """Return all pictures."""
+    found = []
+    for name, (record, size, draw) in PICTURES.items():
+        output = read_record(results, record)["output"]
+        found.append(RecordedPlot(folder / f"{name}.svg", [name, output], size, partial(draw, output)))
+    return found
 
 
-def write_pictures(results: Path, folder: Path) -> None:
-    """Write every picture, with the digest of its records in its metadata."""
-    for name, (_, size, draw) in PICTURES.items():
-        records, digest = shown(results, name)
-        save_figure(partial(_draw, draw, records), folder / f"{name}.svg", size, digest)
+def write_pictures(results: Path = RESULTS, folder: Path = DOCS / "images") -> None:
+    """Write every picture."""
+    for plot in plots(results, folder):
+        plot.write()
 
 
-def _draw(draw: Callable[..., None], records: list[Record], figure: Figure) -> None:
-    draw(figure, *records)
-
-
-def check_pictures(results: Path, folder: Path) -> list[str]:
+def check_pictures(results: Path = RESULTS, folder: Path = DOCS / "images") -> list[str]:
     """Return the names of the pictures that do not match their records."""
-    return [
-        name for name in PICTURES if shown(results, name)[1] not in (folder / f"{name}.svg").read_text(encoding="utf-8")
-    ]
-
-
-def main() -> None:
-    """Write or check the pictures."""
-    results, folder = ROOT / "results", ROOT / "docs" / "images"
-    if sys.argv[1:] == ["--check"]:
-        if wrong := check_pictures(results, folder):
-            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.pictures")
-    elif sys.argv[1:]:
-        sys.exit("usage: python -m benchmarks.pictures [--check]")
-    else:
-        write_pictures(results, folder)
+    return [plot.path.stem for plot in plots(results, folder) if not plot.is_current]
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check("pictures", write_pictures, check_pictures)

@@ -26,8 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.record import write
-
 import txl
 from txl.allocator import keep_freed_memory
 from txl.config import RunConfig, with_options
@@ -38,6 +36,7 @@ from txl.native.build import compiled_code
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import multiplies_bfloat16
 from txl.training.trainer import Trainer
+from txl_lab.records import write
 
 Options = dict[str, str]
 SHARES = (0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 1.0)

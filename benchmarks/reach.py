@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from benchmarks.record import write
 from torch import Tensor
 
 import txl
 from txl.models.transformer_xl import TransformerXL
 from txl.runs.corpus import open_run_corpus
 from txl.runs.directory import RunDirectory
+from txl_lab.records import write
 
 WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
 """Keys that a query attends to; length of the segments in the figure; positions read beyond the reach; targets."""

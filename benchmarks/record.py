@@ -11,22 +11,15 @@ record.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import io
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from txl.cli import main
 from txl.runs.directory import RunDirectory
-from txl.runs.environment import describe_hardware, describe_software
-
-
-def git(*words: str) -> str:
-    return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+from txl_lab.records import write
 
 
 def record(path: Path, words: list[str]) -> int:
@@ -52,27 +45,6 @@ def record_run(path: Path, directory: Path, command: str) -> None:
     for one_elsewhere in ("hardware", "software"):
         start.pop(one_elsewhere, None)
     write(path, command, {"start": start, "last_training_line": last, "measurements": kept})
-
-
-def write(path: Path, command: str, output: Any, device: str = "cpu") -> None:
-    """Write one record of a measurement on a device."""
-    changed = git("status", "--porcelain", "--untracked-files=no")
-    value = {
-        "command": command,
-        "commit": git("rev-parse", "HEAD") + (" with uncommitted changes" if changed else ""),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "hardware": describe_hardware(device),
-        "software": describe_software(),
-        "output": output,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
-
-
-def write_if_asked(module: str, output: Any) -> None:
-    """Write the record to the file given on a benchmark's command line, if any."""
-    if len(sys.argv) > 1:
-        write(Path(sys.argv[1]), f"python -m benchmarks.{module} {sys.argv[1]}", output)
 
 
 if __name__ == "__main__":

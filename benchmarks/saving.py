@@ -1,31 +1,29 @@
 """Measure the time for which a checkpoint interrupts training, written in the background or in the training loop.
 
-    python -m benchmarks.saving
+    python -m benchmarks.saving results/saving.json
 
 A preset is trained for a few steps on the sources of the standard library, with a checkpoint after every second step.
-The benchmark prints as JSON the medians of: seconds to copy the state; seconds to write, verify and sync it; seconds of
+The result is the medians of: seconds to copy the state; seconds to write, verify and sync it; seconds of
 a step alone, of a step during which a checkpoint is written, and of a pause between two steps with a checkpoint in it.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import with_options
 from txl.runs.directory import RunDirectory
-from txl.runs.environment import describe_hardware, describe_software
 from txl.training import loop as loop_module
+from txl_lab.records import measure_and_record
 
 
-def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[str, float]:
+def trained(preset: str, steps: int, in_background: bool, folder: Path) -> dict[str, float]:
     """Train once, and time every step and every pause between two steps."""
     options = {
         "data.corpus": "stdlib",
@@ -67,20 +65,15 @@ def measure(preset: str, steps: int, in_background: bool, folder: Path) -> dict[
     }
 
 
-def main() -> None:
-    """Measure both ways, and print the results."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--preset", default="enwik8-12L")
-    parser.add_argument("--steps", type=int, default=14)
-    arguments = parser.parse_args()
-    keep_freed_memory()
+def measure(preset: str = "enwik8-12L", steps: str = "14") -> dict[str, Any]:
+    """Measure both ways."""
     with tempfile.TemporaryDirectory() as folder:
-        results = {
-            name: measure(arguments.preset, arguments.steps, in_background, Path(folder) / name)
+        ways = {
+            name: trained(preset, int(steps), in_background, Path(folder) / name)
             for name, in_background in (("in_background", True), ("at_once", False))
         }
-    print(json.dumps({"preset": arguments.preset, "steps": arguments.steps, **results, "hardware": describe_hardware("cpu"), "software": describe_software()}))  # fmt: skip  # noqa: E501
+    return {"preset": preset, "steps": int(steps), **ways}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("saving", measure)

@@ -10,16 +10,13 @@ other than arithmetic matter. All measurements are made in one run.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.record import write
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import RunConfig
+from txl_lab.records import measure_and_record
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.operations import bytes_read_once, matmul_rate, read_bandwidth
 from txl_lab.speed.workloads import Speed, bench_evaluation, bench_training
@@ -72,17 +69,8 @@ def growth(axis: str, values: tuple[int, ...]) -> list[dict[str, Any]]:
             speed = timed(kind, point)
             row[kind] = {"seconds": speed.step_seconds, "operations": speed.operations_per_step}
         rows.append(row)
-        first = rows[0]
-        print(
-            f"{axis} {value:,}: a training step takes {_over(row, first, 'training step'):.2f} times the first's time, "
-            f"evaluation {_over(row, first, 'evaluation'):.2f} times",
-            flush=True,
-        )
+        print(row, flush=True)
     return rows
-
-
-def _over(row: dict[str, Any], first: dict[str, Any], kind: str) -> float:
-    return row[kind]["seconds"] / first[kind]["seconds"]
 
 
 def roofline() -> dict[str, Any]:
@@ -107,24 +95,14 @@ def workload(name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Measure everything; an optional second argument limits the values of an axis to a multiple of its first one."""
-    most = int(sys.argv[2]) if len(sys.argv) > 2 else 2**62
-    keep_freed_memory()
-    machine = roofline()
-    print(
-        f"{machine['matmul_rate']['float32'][2048] / 1e9:,.0f} GFLOP/s in float32, "
-        f"{machine['matmul_rate']['bfloat16'][2048] / 1e9:,.0f} in bfloat16, "
-        f"{machine['bandwidth'] / 1e9:.1f} GB/s",
-        flush=True,
-    )
-    workloads = [workload(name) for name in WORKLOADS]
+def measure(most: str = f"{2**62}") -> dict[str, Any]:
+    """Measure everything; `most` limits the values of an axis to a multiple of its first one."""
+    machine, workloads = roofline(), [workload(name) for name in WORKLOADS]
     axes = {}
     for axis, values in AXES.items():
-        axes[axis] = growth(axis, tuple(value for value in values if value <= most * values[0]))
-    output = {"shape": "enwik8-12L's widths", "base": BASE, "roofline": machine, "workloads": workloads, "axes": axes}
-    write(Path(sys.argv[1]), "python -m benchmarks.scaling results/scaling.json", output)
+        axes[axis] = growth(axis, tuple(value for value in values if value <= int(most) * values[0]))
+    return {"shape": "enwik8-12L's widths", "base": BASE, "roofline": machine, "workloads": workloads, "axes": axes}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("scaling", measure)

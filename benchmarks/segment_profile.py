@@ -17,13 +17,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.record import write_if_asked
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.models.family import FamilyModel
 from txl.models.layers import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
+from txl.training.budget import ranked_tokens
+from txl_lab.records import measure_and_record
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.operations import matmul_rate
 
@@ -100,13 +100,14 @@ def operations(model: TransformerXL, n_lane: int, segment: int, memory: int) -> 
     }
 
 
-def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int, dtype: torch.dtype) -> dict[str, Any]:
+def profiled(
+    preset: str, vocab_size: int, n_lane: int, segment: int, memory: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """Measure one shape."""
     torch.manual_seed(0)
     model = TransformerXL(transformer_xl_of(txl.preset(preset)), vocab_size).to(dtype).eval()
     state = model.init_state(n_lane, mem_len=memory).filled_with_noise()
-    uniform = torch.rand(n_lane, segment, dtype=torch.float64)  # token ranks roughly as in natural text (Zipf)
-    tokens = ((vocab_size + 1) ** uniform).long().sub_(1).clamp_(0, vocab_size - 1)
+    tokens = ranked_tokens(vocab_size, n_lane, segment)
     steps: list[dict[str, float]] = []
     for _ in range(STEPS + 2):
         watch = Stopwatch()
@@ -130,16 +131,10 @@ def measure(preset: str, vocab_size: int, n_lane: int, segment: int, memory: int
     }
 
 
-def main() -> None:
+def measure() -> dict[str, Any]:
     """Measure all shapes in both dtypes."""
-    keep_freed_memory()
-    rows = [measure(*shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]
-    for row in rows:
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in row["share"].items())
-        rates = ", ".join(f"{name} {rate:.2f}" for name, rate in row["fraction_of_matmul_rate"].items())
-        print(f"{row['preset']} T {row['segment']} {row['dtype']}: shares {shares}; of the matrix rate {rates}")
-    write_if_asked("segment_profile", {"rows": rows})
+    return {"rows": [profiled(*shape, dtype) for shape in SHAPES for dtype in (torch.float32, torch.bfloat16)]}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("segment_profile", measure)

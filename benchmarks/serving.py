@@ -1,7 +1,7 @@
 """Compare the server with `txl generate` and with the engine alone, in one run with random weights.
 
     python -m benchmarks.serving results/serving.json
-    python -m benchmarks.serving --quick          # a test run of a few seconds
+    python -m benchmarks.serving FILE quick       # a test run of a few seconds
 
 For each shape, the benchmark measures: one text from the server and from `txl.generate`, alternately; 1, 8 and 32 texts
 at once from the server and from the engine alone, with equal prompts; latency of the first token and of the following
@@ -11,26 +11,22 @@ in a separate process, as usual; the time that the client needs counts against t
 
 from __future__ import annotations
 
-import http.client
 import json
-import multiprocessing
 import statistics
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
-from benchmarks.record import write_if_asked
+from benchmarks.server_process import ask, served
 
 import txl
 from txl.data.vocabulary import ByteVocabulary
 from txl.models.language_model import LanguageModel
+from txl.serving.service import Served, Service
+from txl_lab.records import measure_and_record
 
 PRESETS = {"enwik8-12L": (200, 5), "stdlib-tiny": (1000, 7)}
 """Number of tokens of a text, and number of rounds, for each shape."""
@@ -53,47 +49,17 @@ def made(preset: str) -> tuple[LanguageModel, ByteVocabulary, dict[str, Any]]:
     return model, vocabulary, lengths
 
 
-def child(preset: str, places: int, tell: Any) -> None:
-    """Run the server in this process, and send its address through `tell`."""
-    from txl.serving.app import address_of, bound_socket, build_app, serve
-    from txl.serving.service import Served, Service
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in `txl serve`
+def service_of(preset: str, places: int, threads: int) -> Service:
+    """Return the service of a preset's shape."""
     model, vocabulary, lengths = made(preset)
-    service = Service(Served(model, vocabulary, preset, max_streams=places, threads=threads, **lengths))
-    listening = bound_socket("127.0.0.1", 0)
-    serve(build_app(service), service, listening, lambda stop: tell.send(address_of(listening)))
-
-
-@contextmanager
-def served(preset: str, places: int) -> Iterator[str]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=child, args=(preset, places, theirs))
-    process.start()
-    try:
-        yield ours.recv()
-    finally:
-        process.terminate()
-        process.join()
-
-
-def post(url: str, path: str, value: Any, kind: str = "application/json") -> http.client.HTTPResponse:
-    """Return the answer to a POST request, of which only the head has been read."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
-    body = value if isinstance(value, bytes) else json.dumps(value).encode()
-    connection.request("POST", path, body, {"Content-Type": kind})
-    answer = connection.getresponse()
-    assert answer.status in (200, 201), answer.read()
-    return answer
+    return Service(Served(model, vocabulary, preset, max_streams=places, threads=threads, **lengths))
 
 
 def arrivals(url: str, n_token: int, seed: int) -> list[float]:
     """Return the time at which a text was requested, and the arrival times of its pieces."""
     times = [time.perf_counter()]
     value = {"prompt": PROMPT, "max_tokens": n_token, "seed": seed, "stream": True}
-    for line in post(url, "/v1/completions", value):
+    for line in ask(url, "POST", "/v1/completions", value):
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
     return times
@@ -131,13 +97,13 @@ def together_rate(url: str, n_stream: int, n_token: int) -> float:
     times: list[tuple[float, float]] = []
     gate = threading.Barrier(n_stream)
 
-    def ask(seed: int) -> None:
+    def request(seed: int) -> None:
         gate.wait()
         found = arrivals(url, n_token, seed)
         times.append((found[0], found[-1]))
 
     with ThreadPoolExecutor(n_stream) as pool:
-        list(pool.map(ask, range(n_stream)))
+        list(pool.map(request, range(n_stream)))
     return n_stream * n_token / (max(end for _, end in times) - min(began for began, _ in times))
 
 
@@ -146,14 +112,14 @@ def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, 
     firsts: list[float] = []
     gaps: list[float] = []
 
-    def ask(client: int) -> None:
+    def request(client: int) -> None:
         for number in range(n_request):
             times = arrivals(url, n_token, 100 * client + number)
             firsts.append(times[1] - times[0])
             gaps.extend(after - before for before, after in pairwise(times[1:]))
 
     with ThreadPoolExecutor(n_client) as pool:
-        list(pool.map(ask, range(n_client)))
+        list(pool.map(request, range(n_client)))
 
     def at(values: list[float], part: float) -> float:
         return round(1000 * sorted(values)[min(len(values) - 1, int(part * len(values)))], 3)
@@ -169,22 +135,19 @@ def latency(url: str, n_client: int, n_token: int, n_request: int) -> dict[str, 
 
 def snapshots(url: str, rounds: int) -> dict[str, float]:
     """Return the milliseconds to save and to restore a stream with full memory."""
-    about = json.loads(post(url, "/v1/streams", {}).read())
+    about = json.loads(ask(url, "POST", "/v1/streams", {}).read())
     n_byte = about["memory_limit"] + 1000
     text = (PROMPT * (n_byte // len(PROMPT) + 1))[:n_byte]
-    json.loads(post(url, f"/v1/streams/{about['id']}/append", {"text": text}).read())
+    ask(url, "POST", f"/v1/streams/{about['id']}/append", {"text": text}).read()
     saving, restoring, data = [], [], b""
     for _ in range(rounds):
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=600)
         began = time.perf_counter()
-        connection.request("GET", f"/v1/streams/{about['id']}/snapshot")
-        data = connection.getresponse().read()
+        data = ask(url, "GET", f"/v1/streams/{about['id']}/snapshot").read()
         saving.append(time.perf_counter() - began)
         began = time.perf_counter()
-        back = json.loads(post(url, "/v1/streams", data, "application/octet-stream").read())
+        back = json.loads(ask(url, "POST", "/v1/streams", data, "application/octet-stream").read())
         restoring.append(time.perf_counter() - began)
-        connection.request("DELETE", f"/v1/streams/{back['id']}")
-        connection.getresponse().read()
+        ask(url, "DELETE", f"/v1/streams/{back['id']}").read()
     return {
         "bytes": len(data),
         "save_ms": round(1000 * statistics.median(saving), 2),
@@ -195,7 +158,7 @@ def snapshots(url: str, rounds: int) -> dict[str, float]:
 def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
     """Return all measurements of one shape."""
     found: dict[str, Any] = {"tokens": n_token, "rounds": rounds, "threads": torch.get_num_threads()}
-    with served(preset, max(TOGETHER)) as url:
+    with served(service_of, preset, max(TOGETHER)) as url:
         arrivals(url, 8, 1)
         pairs = [(generate_rate(preset, n_token), text_rate(url, n_token)) for _ in range(rounds)]
         found["one_text"] = {
@@ -219,7 +182,7 @@ def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
                 }
             )
         found["snapshot"] = snapshots(url, rounds)
-    with served(preset, PLACES) as url:
+    with served(service_of, preset, PLACES) as url:
         arrivals(url, 8, 1)
         found["latency"] = {
             name: latency(url, clients, max(20, n_token // 4), rounds)
@@ -228,10 +191,10 @@ def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
     return found
 
 
+def main(quick: str = "") -> dict[str, Any]:
+    """Measure all shapes, or only what `quick` asks for."""
+    return {preset: measure(preset, *sizes) for preset, sizes in (QUICK if quick else PRESETS).items()}
+
+
 if __name__ == "__main__":
-    quick = "--quick" in sys.argv
-    if quick:
-        sys.argv.remove("--quick")
-    output = {preset: measure(preset, *sizes) for preset, sizes in (QUICK if quick else PRESETS).items()}
-    print(json.dumps(output, indent=1))
-    write_if_asked("serving", output)
+    measure_and_record("serving", main, keeps_memory=False)

@@ -9,28 +9,22 @@ convergence replaces one without. The record of Table 8 also holds Figure 4.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
 import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.performance_page import table
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, save_figure
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT
+from txl_lab.pages import Record, RecordedPlot, read_record, table, write_or_check
 from txl_lab.paper.outcome import chosen_rate, named_seeds, rates_and_losses, recorded_seeds
+from txl_lab.records import RESULTS
 
-ROOT = Path(__file__).parents[1]
-Record = dict[str, Any]
 BEGIN, END = "<!-- tables: python -m benchmarks.tables_page -->", "<!-- end of tables -->"
 CLAIMS = {
     "C1": "first below 1.0 bits a character on enwik8",
@@ -50,7 +44,7 @@ _LEFT_OUT = ("parameters", "status", "backprop len")
 def records(results: Path) -> dict[str, Record]:
     """Return the records of the tables by name, table1 first."""
     paths = sorted(results.glob("reproduce-table*.json"), key=lambda path: int(path.stem.split("-")[1][5:]))
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    return {path.stem: read_record(results, path.stem) for path in paths}
 
 
 def name_of(stem: str) -> str:
@@ -81,7 +75,7 @@ def section(stem: str, record: Record) -> str:
     parts = [f'<a id="{name}"></a>\n\n### {output["title"]}\n', budget(output) + "\n"]
     if not trained:
         return "\n".join([*parts, "No row of it was trained.\n", made(stem, record)])
-    parts += [f"![{plot.text}](figures/{plot.name}.svg)\n" for plot in plots(output)]
+    parts += [f"![{text}](figures/{plot.path.name})\n" for text, plot in plots(output, Path())]
     left_out = {*_LEFT_OUT, "attn len"} if output["what"] == "table9" else _LEFT_OUT
     ours = [key for key in trained[0]["shown"] if key not in left_out]
     theirs = [key for key in trained[0]["paper"] if key.lower().replace("pplx", "ppl") in [key.lower() for key in ours]]
@@ -194,35 +188,17 @@ def plotted(output: Record) -> list[tuple[str, list[float]]]:
     return [(key, values) for key, values in rows if values]
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A plot of the page."""
-
-    name: str
-    """Name of its file in `results/figures/`, without extension."""
-    text: str
-    """Description for readers who do not see it."""
-    values: Any
-    """All values that it shows, ready for JSON."""
-    draw: Callable[[Figure], None]
-    size: tuple[float, float]
-
-    @property
-    def digest(self) -> str:
-        """Digest that the plot's file contains, which shows if the plot matches its record."""
-        return hashlib.sha256(json.dumps(["tables", self.values]).encode()).hexdigest()[:16]
-
-
-def plots(output: Record) -> list[Plot]:
-    """Return the plots of a table: every seed's result, and Figure 4 for Table 8."""
+def plots(output: Record, folder: Path) -> list[tuple[str, RecordedPlot]]:
+    """Return the plots of a table with descriptions: every seed's result, and Figure 4 for Table 8."""
     rows, by_group = plotted(output), curves(output) if output["what"] == "table8" else {}
     found = []
     if rows:
-        size = 7.6, 0.9 + 0.28 * len(rows)
-        found.append(Plot(output["what"], f"{output['title']}, every seed", rows, partial(draw_seeds, output), size))
+        path, size = folder / f"{output['what']}.svg", (7.6, 0.9 + 0.28 * len(rows))
+        plot = RecordedPlot(path, ["tables", rows], size, partial(draw_seeds, output))
+        found.append((f"{output['title']}, every seed", plot))
     if by_group:
-        text = "Figure 4: perplexity against context length, mean over seeds"
-        found.append(Plot("figure4", text, by_group, partial(draw_curves, by_group), (7.6, 3.4)))
+        plot = RecordedPlot(folder / "figure4.svg", ["tables", by_group], (7.6, 3.4), partial(draw_curves, by_group))
+        found.append(("Figure 4: perplexity against context length, mean over seeds", plot))
     return found
 
 
@@ -290,36 +266,25 @@ def current(results: Path) -> tuple[str, str]:
     return page, f"{before}{BEGIN}\n\n{text(results)}\n{END}{after}"
 
 
-def check(results: Path) -> list[str]:
+def all_plots(results: Path) -> list[RecordedPlot]:
+    """Return the plots of all tables."""
+    outputs = [record["output"] for record in records(results).values()]
+    return [plot for output in outputs for _, plot in plots(output, results / "figures")]
+
+
+def check(results: Path = RESULTS) -> list[str]:
     """Return the names of the files that do not match the records."""
     page, wanted = current(results)
     wrong = [] if page == wanted else ["README.md"]
-    for record in records(results).values():
-        for plot in plots(record["output"]):
-            path = results / "figures" / f"{plot.name}.svg"
-            if not (path.is_file() and plot.digest in path.read_text(encoding="utf-8")):
-                wrong.append(path.name)
-    return wrong
+    return wrong + [plot.path.name for plot in all_plots(results) if not plot.is_current]
 
 
-def write(results: Path) -> None:
+def write(results: Path = RESULTS) -> None:
     """Write the generated part of the page, and the plots."""
     (results / "README.md").write_text(current(results)[1], encoding="utf-8")
-    for record in records(results).values():
-        for plot in plots(record["output"]):
-            save_figure(plot.draw, results / "figures" / f"{plot.name}.svg", plot.size, plot.digest)
-
-
-def main() -> None:
-    """Write or check page and plots."""
-    if sys.argv[1:] == ["--check"]:
-        if wrong := check(ROOT / "results"):
-            sys.exit(f"not what results/ gives: {', '.join(wrong)}; run python -m benchmarks.tables_page")
-    elif sys.argv[1:]:
-        sys.exit("usage: python -m benchmarks.tables_page [--check]")
-    else:
-        write(ROOT / "results")
+    for plot in all_plots(results):
+        plot.write()
 
 
 if __name__ == "__main__":
-    main()
+    write_or_check("tables_page", write, check)

@@ -9,23 +9,17 @@ one thread. The result is the least processor time of each, because other progra
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.record import write
 
 import txl
-from txl.allocator import keep_freed_memory
-from txl.attention import BACKENDS, KeyScope
-from txl.config import AttentionName
-from txl.models import build_model
-from txl.training.optimisers import build_optimizer
-from txl.training.step import StepInputs, training_step
+from txl.attention import BACKENDS, KeyScope, Operands
+from txl.config import AttentionName, with_options
+from txl.minutes.timing import training_workload
+from txl_lab.records import measure_and_record
 
 SHAPES = {
     "stdlib-tiny": (16, 4, 32, 128, 20),
@@ -63,7 +57,7 @@ def attention(shape: tuple[int, int, int, int, int]) -> dict[str, float]:
             attend = BACKENDS[way].train
 
             def both(attend=attend, leaves=leaves, above=above) -> None:
-                torch.autograd.grad(attend(*leaves, scope=KeyScope(length)), leaves, above)
+                torch.autograd.grad(attend(Operands(*leaves), scope=KeyScope(length)), leaves, above)
 
             ways[f"{way} {dtype_name}"] = both
     return least(ways, times)
@@ -75,42 +69,27 @@ def steps() -> dict[str, float]:
     ways: dict[str, Callable[[], Any]] = {}
     for dtype in DTYPES:
         for way in WAYS:
-            torch.manual_seed(0)
-            model = build_model(dataclasses.replace(run.model, attention=way), VOCABULARY, "cpu").train()
-            train = dataclasses.replace(run.train, dtype=dtype)
-            optimizer = build_optimizer(model, train)
-            states = [model.init_state(train.batch_size).filled_with_noise()]
-
-            def step(model=model, optimizer=optimizer, states=states, train=train) -> None:
-                tokens = torch.randint(VOCABULARY, (train.batch_size, train.segment))
-                states[:] = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
-
-            ways[f"{way} {dtype}"] = step
+            options = {"model.attention": way, "train.dtype": dtype}
+            ways[f"{way} {dtype}"] = training_workload(with_options(run, options), VOCABULARY, "cpu")[1]
     return least(ways, STEPS)
 
 
-def main() -> None:
+def measure() -> dict[str, Any]:
     """Measure everything."""
-    keep_freed_memory()
     torch.set_num_threads(1)
-    timed = {name: attention(shape) for name, shape in SHAPES.items()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "what": f"attention, {name}: B {lanes}, H {heads}, D {width}, T = M = {length}",
-            "seconds": timed[name],
+            "seconds": attention((lanes, heads, width, length, times)),
         }
-        for name, (lanes, heads, width, length, _) in SHAPES.items()
+        for name, (lanes, heads, width, length, times) in SHAPES.items()
     ]
     rows.append({"what": "training step, stdlib-tiny", "seconds": steps()})
     for row in rows:
         base = row["seconds"]["shifted float32"]
         row["times_shifted_float32"] = {way: base / seconds for way, seconds in row["seconds"].items()}
-        told = ", ".join(f"{way} {times:.2f}" for way, times in row["times_shifted_float32"].items())
-        print(f"{row['what']}: {told}", flush=True)
-    if len(sys.argv) > 1:
-        command = f"python -m benchmarks.training_attention {sys.argv[1]}"
-        write(Path(sys.argv[1]), command, {"rows": rows})
+    return {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("training_attention", measure)

@@ -10,21 +10,17 @@ of the process in this step, less the memory held before. Dropout is 0 for both 
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from benchmarks.process import run_alone, status
-from benchmarks.record import write
 
 import txl
 from txl.config import AttentionName, RunConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl_lab.records import measure_and_record, process_bytes, run_alone
 
 LANES, LAYERS, VOCABULARY = 2, 4, 204
 LENGTHS = (64, 128, 256, 512, 1024)
@@ -86,37 +82,27 @@ def peer_step(length: int) -> Callable[[int], None]:
     return step
 
 
-def measure(way: str, length: int) -> dict[str, Any]:
+def case(way: str, length: str) -> dict[str, Any]:
     """Measure one size of one model."""
     torch.manual_seed(0)
-    step = peer_step(length) if way == "peer" else our_step(way, length)
+    step = peer_step(int(length)) if way == "peer" else our_step(way, int(length))
     step(WARM)
-    before = status("VmRSS")
-    step(length)
-    return {"way": way, "length": length, "peak_bytes": status("VmHWM") - before}
+    before = process_bytes("VmRSS")
+    step(int(length))
+    return {"way": way, "length": int(length), "peak_bytes": process_bytes("VmHWM") - before}
 
 
-def main() -> None:
-    """Measure all sizes and models, or, in a separate process, one of them."""
-    if len(sys.argv) == 4:
-        print(json.dumps(measure(sys.argv[2], int(sys.argv[3]))))
-        return
-    lengths = [length for length in LENGTHS if len(sys.argv) < 3 or length <= int(sys.argv[2])]
+def measure(longest: str = "1024") -> dict[str, Any]:
+    """Measure all sizes up to the longest, and all models."""
     rows = []
-    for length in lengths:
-        found = {
-            way: run_alone("benchmarks.training_memory", "-", way, str(length))["peak_bytes"] for way in ("peer", *OURS)
-        }
-        row = {"length": length, "peak_bytes": found}
-        rows.append(row | {"ratio": {way: found["peer"] / found[way] for way in OURS}})
-        print(
-            f"T = M = {length}: " + ", ".join(f"{way} {size / 2**20:,.0f} MiB" for way, size in found.items()),
-            flush=True,
-        )
+    for length in (length for length in LENGTHS if length <= int(longest)):
+        sizes = {way: run_alone("training_memory", way, str(length))["peak_bytes"] for way in ("peer", *OURS)}
+        ratio = {way: sizes["peer"] / sizes[way] for way in OURS}
+        rows.append({"length": length, "peak_bytes": sizes, "ratio": ratio})
+        print(rows[-1], flush=True)
     shape = {"shape": "enwik8-12L's widths", "n_layer": LAYERS, "batch_size": LANES, "vocabulary": VOCABULARY}
-    command = "python -m benchmarks.training_memory results/training-memory.json"
-    write(Path(sys.argv[1]), command, {"peer": "transformers 4.37.2, float32"} | shape | {"rows": rows})
+    return {"peer": "transformers 4.37.2, float32"} | shape | {"rows": rows}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("training_memory", measure, case, keeps_memory=False)

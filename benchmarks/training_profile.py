@@ -12,14 +12,11 @@ import dataclasses
 from typing import Any
 
 import torch
-from benchmarks.record import write_if_asked
 from torch.profiler import ProfilerActivity, profile
 
 import txl
-from txl.allocator import keep_freed_memory
-from txl.models.transformer_xl import TransformerXL
-from txl.training.optimisers import build_optimizer
-from txl.training.step import StepInputs, training_step
+from txl.minutes.timing import training_workload
+from txl_lab.records import measure_and_record
 from txl_lab.speed import transformer_xl_of
 
 STEPS = 5
@@ -43,23 +40,15 @@ PARTS = {
 }
 
 
-def measure(preset: str, vocab_size: int, lanes: int, length: int, dtype: str) -> dict[str, Any]:
+def profiled(preset: str, vocab_size: int, lanes: int, length: int, dtype: str) -> dict[str, Any]:
     """Return the shares for one shape."""
-    torch.manual_seed(0)
     run = txl.preset(preset)
     changed = {"dropout": 0.0, "dropatt": 0.0, "mem_len": length, "attention": "fastest"}
-    model = TransformerXL(dataclasses.replace(transformer_xl_of(run), **changed), vocab_size).train()
-    train = dataclasses.replace(
+    run.model = dataclasses.replace(transformer_xl_of(run), **changed)
+    run.train = dataclasses.replace(
         run.train, batch_size=lanes, segment=length, dtype=dtype, micro_batches=1, optimizer="adam"
     )
-    optimizer = build_optimizer(model, train)
-    states = [model.init_state(lanes).filled_with_noise()]
-
-    def step() -> None:
-        nonlocal states
-        tokens = torch.randint(vocab_size, (lanes, length))
-        states = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
-
+    model, step = training_workload(run, vocab_size, "cpu")
     for _ in range(2):
         step()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -90,16 +79,11 @@ def touch_memory() -> None:
     del parts
 
 
-def main() -> None:
+def measure() -> dict[str, Any]:
     """Measure all shapes in both dtypes."""
-    keep_freed_memory()
     touch_memory()
-    rows = [measure(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16")]
-    for row in rows:
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in row["share"].items())
-        print(f"{row['preset']}, T = M = {row['segment']} {row['dtype']}: {shares}")
-    write_if_asked("training_profile", {"rows": rows})
+    return {"rows": [profiled(*shape, dtype) for shape in SHAPES for dtype in ("float32", "bfloat16")]}
 
 
 if __name__ == "__main__":
-    main()
+    measure_and_record("training_profile", measure)

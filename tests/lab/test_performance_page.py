@@ -100,7 +100,7 @@ def test_growth_is_measured_along_one_axis(monkeypatch):
 
 def test_one_size_of_the_memory_curve_is_measured(monkeypatch):
     monkeypatch.setattr(training_memory, "LAYERS", 1)
-    found = training_memory.measure("shifted", 16)
+    found = training_memory.case("shifted", "16")
     assert found["length"] == 16
     assert found["peak_bytes"] >= 0
 
