@@ -31,11 +31,11 @@ import txl
 from txl.allocator import keep_freed_memory
 from txl.config import RunConfig
 from txl.interop.import_run import import_run
-from txl.training.budget import ranked_tokens
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 from txl_lab.records import write
 from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.budget import ranked_tokens
 from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 
 OUT = Path("results/bench-peers.json")

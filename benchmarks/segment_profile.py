@@ -22,9 +22,9 @@ import txl
 from txl.models.family import FamilyModel
 from txl.models.layers import Linear
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
-from txl.training.budget import ranked_tokens
 from txl_lab.records import measure_and_record
 from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.budget import ranked_tokens
 from txl_lab.speed.operations import matmul_rate
 
 SHAPES = [

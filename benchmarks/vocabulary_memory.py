@@ -16,9 +16,9 @@ import torch
 from txl.models import cross_entropy
 from txl.models.transformer_xl import TransformerXL
 from txl.presets import preset
-from txl.training.budget import ranked_tokens
 from txl_lab.records import measure_and_record, process_bytes, run_alone
 from txl_lab.speed import transformer_xl_of
+from txl_lab.speed.budget import ranked_tokens
 
 VOCABULARY = 267_735
 LANES, SEGMENT = 16, 128

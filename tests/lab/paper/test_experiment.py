@@ -69,7 +69,7 @@ def test_memory_and_sliding_windows_of_one_length_see_the_same(words, data_dir):
     model = txl.build_model(with_memory.model, corpus.vocabulary)
     tokens = corpus.tokens("test")
     without = micro_run()
-    without.model.mem_len = 0
+    without.model = dataclasses.replace(without.model, mem_len=0)
     for length in (4, 16):
         found = [loss_at(model.eval(), run, tokens, length, 80) for run in (with_memory, without)]
         assert found[0].tokens == found[1].tokens
