@@ -15,7 +15,7 @@ from typing import IO, Any, cast
 import numpy as np
 import torch
 
-import txl.compression.files as files
+import txl.compression.compressor as files
 from txl.config import RecurrentConfig
 from txl.data.vocabulary import ByteVocabulary
 from txl.models import build_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
@@ -11,13 +12,14 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from txl.cli import main
 from txl.compression.container import MAGIC
-from txl.compression.verification import Verifier
+from txl.compression.verification import VerifiedSink
 from txl.errors import STOP_SIGNALS, CommandFailed
 
 TEXT = b"All happy families are alike; every unhappy family is unhappy in its own way.\n" * 4
@@ -224,15 +226,12 @@ def test_a_text_that_does_not_come_back_is_not_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("secrets", "queue", "txl"):  # the user's files in the working folder, not to be imported
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the user')\n")
-    verifier = Verifier([], 1)
-    try:
-        verifier.send(b"no such file, and long enough to be one", b"text")
-        with pytest.raises(
-            CommandFailed, match="the file cannot be decoded: error: standard input is not a file of txl compress"
-        ):
-            verifier.take()
-    finally:
-        verifier.close()
+    written = io.BytesIO()
+    with closing(VerifiedSink(written, [], 1)) as sink:
+        sink.write(b"no such file, and long enough to be one", b"text")
+        with pytest.raises(CommandFailed, match="cannot be decoded: error: standard input is not a file of txl comp"):
+            sink.finish(b"end")
+    assert written.getvalue() == b""
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")

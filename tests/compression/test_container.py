@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 
 import pytest
@@ -11,10 +10,6 @@ from txl.compression.container import ContainerReader, ContainerWriter, digest
 from txl.errors import UserError
 
 TEXTS = [b"first", b"", b"the third block"]
-OF_FORMAT_1 = (  # a header and the first block, as txl 0.2.0.dev0 wrote them
-    "iVRYTA0KGgoBACAAAAB42qtWyknMSy1WsjLWUcpLzE1VslKqIBIo1QIA0m0ZDA8g9ugBBQAAAAUAAAAKAAAAoqjCUU/8HaN0c3JpZnRzcmlm"
-    "jolTmQAFAAAAAAAAABxmFiJDNvXS6h5Vx0do6sDIF/u1"
-)
 
 
 def records() -> list[bytes]:
@@ -79,13 +74,7 @@ def test_another_file_and_another_version():
     assert_refused(b"", "not a file of txl")
     assert_refused(b"plain text, long enough", "not a file of txl")
     data = b"".join(records())
-    assert_refused(data[:8] + b"\x03\0" + data[10:], "format 3; this version of txl reads formats 1 and 2")
-
-
-def test_format_1_is_read():
-    reader = ContainerReader(io.BytesIO(base64.b64decode(OF_FORMAT_1)), "FILE")
-    assert reader.header() == {"lanes": 3, "name": "x" * 40}
-    assert read(base64.b64decode(OF_FORMAT_1)) == TEXTS[:1]
+    assert_refused(data[:8] + b"\x03\0" + data[10:], "format 3; this version of txl reads format 2")
 
 
 def test_the_end_counts_the_text_that_was_decoded():

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from txl.runs.directory import RunDirectory
 from txl.serving.app import address_of, bound_socket, build_app, serve
 from txl.serving.guard import Access
-from txl.serving.kept import KeptStreams
+from txl.serving.kept_streams import KeptStreams
 from txl.serving.requests import Limits
 from txl.serving.service import Served, Service
 

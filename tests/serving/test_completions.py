@@ -229,7 +229,7 @@ def test_the_openai_client(server, served):
         ({"prompt": ["a"] * 100, "n": 2}, "100 prompts"),
         ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
         ({"prompt": "a", "stop": ""}, "stop"),
-        ({"prompt": "a", "stop": "x" * 1025}, "stop has a string of more than 1,024 characters"),
+        ({"prompt": "a", "stop": "x" * 1025}, "stop has a string of 1,025 characters"),
         ({"prompt": "a", "logprobs": 101}, "logprobs"),
         ({"prompt": "a", "echo": "yes"}, "echo"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
@@ -369,7 +369,7 @@ def test_a_long_text_waits_for_others_without_a_thread_and_not_at_all_once_its_c
 def test_many_log_probabilities_of_few_tokens_are_written_beside_the_event_loop(server_with, monkeypatch, route, value):
     server, threads = server_with(segment=64), set()
     stream = server.post("/v1/streams", {"text": "a"})["stream"]["id"]
-    for module in ("completions", "streams"):
+    for module in ("completions", "stream_routes"):
         seen = lambda value: threads.add(threading.current_thread().name) or value  # noqa: E731
         monkeypatch.setattr(f"txl.serving.{module}.finite", seen)
     assert server.client.post(f"/v1/{route.replace('ID', stream)}", json=value).is_success

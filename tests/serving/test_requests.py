@@ -9,7 +9,8 @@ import re
 import pytest
 
 from txl.serving import requests
-from txl.serving.requests import ApiError, _short, dumps, json_response, parsed
+from txl.serving.requests import ApiError, dumps, json_response, parsed
+from txl.serving.schemas import short
 
 KEY = "k"
 
@@ -127,6 +128,6 @@ def test_messages_show_the_beginning_of_a_value():
     for _ in range(5000):
         nested = [nested]
     for given in (list(range(1_000_000)), "x" * 1_000_000, nested, 10**4000, {"a": list(range(100))}):
-        assert len(_short(given)) <= 60
+        assert len(short(given)) <= 60
     for given in ("0.5", 0.5, [1, 2], None, "x" * 50):
-        assert _short(given) == repr(given)
+        assert short(given) == repr(given)

@@ -22,7 +22,7 @@ from txl.errors import UserError
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
-    from txl.compression.files import CodingModel, DynamicRecipe, Sizes
+    from txl.compression.compressor import CodingModel, DynamicRecipe, Sizes
     from txl.data.prepared import Tokens
 
 _LEARNING_RATE = 0.03
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
         raise UserError(f"--seed is {arguments.seed}; expected 0 to 2^63 - 1")
     with _source(arguments) as (source, like):
-        from txl.compression.files import compress
+        from txl.compression.compressor import compress
         from txl.compression.learning import OnlineRecipe
 
         verify: list[str] = []
@@ -145,7 +145,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
     if given and arguments.model is None:
         raise UserError(f"--{given[0].replace('_', '-')} belongs to --model DIR, which is missing")
     with _source(arguments) as (source, like):
-        from txl.compression.files import decompress
+        from txl.compression.compressor import decompress
 
         name = "standard input" if arguments.file == "-" else arguments.file
         start = time.perf_counter()
@@ -184,7 +184,7 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], os.stat_
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     """Return the model that codes a file; if `lengths`, with the memory lengths that options and run set."""
-    from txl.compression.files import CodingModel
+    from txl.compression.compressor import CodingModel
     from txl.runs.corpus import open_run_corpus, training_tokens
     from txl.runs.directory import RunDirectory
 
@@ -207,7 +207,7 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
     """Return the settings of adapting the model: those of the options, or of the run's newest dynamic evaluation."""
     if arguments.dynamic is None:
         return None
-    from txl.compression.files import DynamicRecipe
+    from txl.compression.compressor import DynamicRecipe
     from txl.evaluation.dynamic import Adaptation
     from txl.runs.directory import RunDirectory
 

@@ -22,7 +22,7 @@ from txl.errors import UserError
 
 if TYPE_CHECKING:
     from txl.config import EvalConfig
-    from txl.serving.kept import KeptStreams
+    from txl.serving.kept_streams import KeptStreams
     from txl.serving.requests import Limits
 
 KEY_VARIABLE = "TXL_API_KEY"

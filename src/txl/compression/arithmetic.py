@@ -17,25 +17,22 @@ def arithmetic() -> dict[str, str]:
     compiled = identity()
     if compiled["library"] != "none":
         compiled["library"] = _short(compiled["library"])
-    return {
-        "txl": txl.__version__,
-        "torch": torch.__version__,
-        "build": _short(torch.__config__.show()),
-        **compiled,
-    }
+    return {"txl": txl.__version__, "torch": torch.__version__, "build": _short(torch.__config__.show()), **compiled}
+
+
+_NAMES = {
+    "txl": "version of txl",
+    "torch": "version of PyTorch",
+    "build": "build of PyTorch or instruction set",
+    "library": "compiled library",
+    "processor": "processor",
+}
 
 
 def difference(written: dict[str, str], here: dict[str, str]) -> str | None:
     """Return a description of the differences between a file's arithmetic and this machine's; None if both agree."""
-    names = {
-        "txl": "version of txl",
-        "torch": "version of PyTorch",
-        "build": "build of PyTorch or instruction set",
-        "library": "compiled library",
-        "processor": "processor",
-    }
     apart = [
-        f"{names.get(name, name)} ({written.get(name)} there, {here.get(name)} here)"
+        f"{_NAMES.get(name, name)} ({written.get(name)} there, {here.get(name)} here)"
         for name in sorted({*written, *here})
         if written.get(name) != here.get(name)
     ]

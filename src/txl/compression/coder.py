@@ -15,12 +15,10 @@ from torch import Tensor
 
 from txl.errors import CommandFailed
 
-TOTAL = 1 << 30
-"""Sum of a lane's frequencies, up to the rounding of the probabilities."""
+TOTAL = 1 << 30  # sum of a lane's frequencies, up to the rounding of the probabilities
 _WIDTH = 64
 _TOP = 1 << _WIDTH
-_BOTTOM = 1 << (_WIDTH - 8)
-"""Lower limit of the range; dividing the range by `TOTAL` therefore costs less than 2^-26 of a symbol's share."""
+_BOTTOM = 1 << (_WIDTH - 8)  # of the range: dividing it by `TOTAL` then costs less than 2^-26 of a symbol's share
 
 
 class RangeEncoder:
@@ -41,15 +39,13 @@ class RangeEncoder:
 
     def finish(self) -> bytes:
         """Return all bytes, as few as identify a number within the range if zeros are appended."""
-        kept = 8
-        while kept < _WIDTH:
-            unit = 1 << (_WIDTH - kept)
+        for n_byte in range(1, _WIDTH // 8):
+            unit = 1 << (_WIDTH - 8 * n_byte)
             rounded = -(-self._low // unit) * unit
             if rounded < self._low + self._range:
                 self._low = rounded
                 break
-            kept += 8
-        for _ in range(kept // 8):
+        for _ in range(_WIDTH // 8):
             self._shift()
         return bytes(self._out.rstrip(b"\0"))
 
@@ -168,5 +164,5 @@ class Literals:
         self._counts[value] += self._STEP
         self._total += self._STEP
         if self._total > self._FORGET:
-            self._counts = [(each + 1) // 2 for each in self._counts]
+            self._counts = [(count + 1) // 2 for count in self._counts]
             self._total = sum(self._counts)

@@ -5,15 +5,15 @@
         checksum u32; 2 in place of 1 if the payload is the text itself
     the end: 0 (u8), bytes of all text u64, digest of all text (16 bytes), checksum u32
 
-Numbers are little-endian. The header is a raw deflate stream with the preset dictionary `_USUAL`; in format 1, which
-can still be read, the header is a zlib stream without a dictionary. A checksum is the CRC-32 of its record, continued
-from the previous checksum, so that lost, repeated or swapped blocks are detected. Digests are BLAKE2b of the text
-itself and detect that decoding returned a different text.
+Numbers are little-endian. The header is a raw deflate stream with the preset dictionary `_USUAL`. A checksum is the
+CRC-32 of its record, continued from the previous checksum, so that lost, repeated or swapped blocks are detected.
+Digests are BLAKE2b of the text itself and detect that decoding returned a different text.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import struct
 import zlib
@@ -26,9 +26,9 @@ from txl.files import JsonObject, parsed_json
 
 MAGIC = b"\x89TXL\r\n\x1a\n"
 VERSION = 2
-MOST_BLOCK = 1 << 26
-"""Greatest number of text bytes in a block."""
+MOST_BLOCK = 1 << 26  # bytes of text in a block
 _LONGEST_HEADER = 1 << 16
+# Typical header text, the preset dictionary of deflate. A change of this text requires a new format version.
 _USUAL = (
     b'"online":{"beta1":0.9,"beta2":0.999,"clip":1.0,"counts":true,"eps":1e-08,"halved_after":0,"learning_rate":0.004,'
     b'"model":{"d_model":256,"family":"recurrent","n_layer":1},"seed":1,"segment":16,"warmup_steps":50,'
@@ -38,7 +38,6 @@ _USUAL = (
     b'{"arithmetic":{"build":"","library":"","processor":"","torch":"2.13.0+cpu","txl":"0.2.0.dev0"},"block":262144,'
     b'"block":524288,"lanes":1,"lengths":{"clamp_len":null,"mem_len":128,"window":128},"model":"","probe":"'
 )
-"""Typical header text, the preset dictionary of deflate. A change of this text requires a new format version."""
 _CODED, _STORED = 1, 2
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
@@ -52,8 +51,7 @@ class Block:
     n_symbols: int
     digest: bytes
     payload: bytes
-    stored: bool
-    """True: the payload is the text itself, because its code would have been longer."""
+    stored: bool  # the payload is the text itself, because its code would have been longer
 
 
 def digest(text: bytes) -> bytes:
@@ -102,8 +100,7 @@ class ContainerReader:
         self._file, self._name = file, name
         self._checksum = 0
         self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
-        self.n_read = 0
-        """Number of bytes read from the file."""
+        self.n_read = 0  # bytes read from the file
 
     def header(self) -> JsonObject:
         """Read and return the values of the header."""
@@ -113,17 +110,17 @@ class ContainerReader:
             raise UserError(f"{self._name} is not a file of txl compress, or its beginning is damaged")
         fixed = self._read(6)
         version, length = struct.unpack("<HI", fixed)
-        if version not in (1, VERSION):
-            raise UserError(f"{self._name} has format {version}; this version of txl reads formats 1 and {VERSION}")
+        if version != VERSION:
+            raise UserError(f"{self._name} has format {version}; this version of txl reads format {VERSION}")
         if length > _LONGEST_HEADER:
             raise self._damaged("its header")
         packed = self._read(length)
         self._check(start + fixed + packed, "its header")
         try:
-            unpack = zlib.decompressobj() if version == 1 else zlib.decompressobj(-zlib.MAX_WBITS, _USUAL)
-            values = parsed_json(unpack.decompress(packed, _LONGEST_HEADER).decode())
+            text = zlib.decompressobj(-zlib.MAX_WBITS, _USUAL).decompress(packed, _LONGEST_HEADER)
+            values = parsed_json(text.decode())
         except (zlib.error, ValueError):
-            raise self._damaged("its header") from None
+            values = None
         if not isinstance(values, dict):
             raise self._damaged("its header")
         return values
@@ -134,13 +131,10 @@ class ContainerReader:
         Args:
             most: greatest number of text bytes in a block.
         """
-        number = 0
-        while True:
-            number += 1
-            kind = self._read(1)
+        for number in itertools.count(1):
+            kind, place = self._read(1), f"block {number}"
             if kind == b"\0":
                 break
-            place = f"block {number}"
             if kind[0] not in (_CODED, _STORED):
                 raise self._damaged(place)
             fixed = kind + self._read(_BLOCK.size - 1)
@@ -150,7 +144,7 @@ class ContainerReader:
             payload = self._read(length)
             self._check(fixed + payload, place)
             yield Block(n_bytes, n_symbols, digest, payload, kind[0] == _STORED)
-        record = kind + self._read(_END.size - 1)
+        record = b"\0" + self._read(_END.size - 1)
         self._check(record, "its end")
         _, n_bytes, digest = _END.unpack(record)
         if n_bytes != self._n_bytes or digest != self._digest.digest():

@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
-ORDERS = 6
-"""Number of context lengths: 0, 1, ... bytes."""
+ORDERS = 6  # context lengths: 0, 1, ... bytes
 DISTRIBUTIONS = ORDERS + 1
-MATCH = 6
-"""Number of equal bytes with which a match begins."""
-_BITS = (0, 8, 16, 17, 18, 18)
-"""Bits of a row number, by context length; every context of up to two bytes has its own row."""
-_MULTIPLIER = 0x9E3779B97F4A7C15
+MATCH = 6  # equal bytes with which a match begins
+_BITS = (0, 8, 16, 17, 18, 18)  # of a row number, by context length; every context of up to two bytes has its own row
+_MULTIPLIER = 0x9E3779B97F4A7C15  # 2^64 by the golden ratio: its products spread over the high bits (Knuth's hash)
 _MATCH_BITS, _HISTORY = 20, 1 << 22
 _LONGEST = 31
 
@@ -33,10 +30,8 @@ class Counts:
         self._table = np.zeros((sum(sizes), 256), dtype=np.uint8)  # untouched pages take no memory
         self._offsets = np.cumsum([0, *sizes[:-1]])
         self._masks = np.array([(1 << 8 * order) - 1 for order in range(ORDERS)], dtype=np.uint64)
-        exact = [order <= 2 for order in range(ORDERS)]
-        self._factors = np.array([1 if each else _MULTIPLIER for each in exact], dtype=np.uint64)
-        shifts = [0 if each else 64 - bits for each, bits in zip(exact, _BITS, strict=True)]
-        self._shifts = np.array(shifts, dtype=np.uint64)
+        self._factors = np.array([1 if order <= 2 else _MULTIPLIER for order in range(ORDERS)], dtype=np.uint64)
+        self._shifts = np.array([0 if order <= 2 else 64 - _BITS[order] for order in range(ORDERS)], dtype=np.uint64)
         self._context = np.zeros(lanes, dtype=np.uint64)
         self._rows = self._row_numbers()
         self._lanes = np.arange(lanes)
@@ -48,10 +43,10 @@ class Counts:
         The second result is the number of contexts that occurred before, int64 [B]: 0 to K - 1, plus K for a match.
         """
         counts = self._table[self._rows]
-        found = counts.sum(axis=2, dtype=np.int64)
+        totals = counts.sum(axis=2, dtype=np.int64)
         kinds = np.count_nonzero(counts, axis=2)
-        rest = (kinds + (found == 0)).astype(np.float32)
-        divisor = (found + kinds + (found == 0)).astype(np.float32)
+        rest = (kinds + (totals == 0)).astype(np.float32)
+        divisor = (totals + kinds + (totals == 0)).astype(np.float32)
         out = np.empty((len(counts), DISTRIBUTIONS, 256), dtype=np.float32)
         below = np.full((len(counts), 256), 1 / 256, dtype=np.float32)
         for order in range(ORDERS):
@@ -60,7 +55,7 @@ class Counts:
             here += counts[:, order]
             here /= divisor[:, order, None]
             below = here
-        met = np.count_nonzero(found, axis=1)
+        met = np.count_nonzero(totals, axis=1)
         out[:, ORDERS] = 1 / 256
         for lane, (symbol, share) in enumerate(self._matches.predict()):
             if symbol >= 0:
@@ -109,14 +104,14 @@ class _Matches:
 
     def predict(self) -> list[tuple[int, float]]:
         """Return for each lane the byte that the match predicts (-1: no match), and the share of hits at its length."""
-        found = []
+        guesses = []
         for place, length in zip(self._place, self._length, strict=True):
             if place < 0:
-                found.append((-1, 0.0))
+                guesses.append((-1, 0.0))
             else:
                 hits, trials = self._hits[length]
-                found.append((self._history[place], hits / trials))
-        return found
+                guesses.append((self._history[place], hits / trials))
+        return guesses
 
     def read(self, symbols: list[int]) -> None:
         """Read each lane's next byte."""
@@ -148,5 +143,5 @@ class _Matches:
 
     def rotate(self) -> None:
         """Move the match of each lane to the next lane, as in `Counts.rotate`."""
-        for each in (self._streams, self._read, self._newest, self._place, self._length):
-            each.insert(0, each.pop())
+        for values in (self._streams, self._read, self._newest, self._place, self._length):
+            values.insert(0, values.pop())

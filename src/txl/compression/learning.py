@@ -30,8 +30,7 @@ from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.language_model import LanguageModel, State
 
-_FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]
-"""Initial weights of the distributions, in the order of `Counts.predict`."""
+_FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]  # of the distributions, as in `Counts.predict`
 
 
 @dataclass(frozen=True)
@@ -46,12 +45,9 @@ class OnlineRecipe:
     eps: float = 1e-8
     clip: float = 1.0
     warmup_steps: int = 50
-    halved_after: int = 0
-    """Number of updates n in the factor (1 + updates / n)^-1/2 of the learning rate; 0: constant after the warm-up."""
-    counts: bool = True
-    """True: counts take part; False: the model's probabilities are used alone."""
-    weights_factor: float = 2.0
-    """Learning rate of the weights of the counts, relative to the learning rate of the model."""
+    halved_after: int = 0  # n in the factor (1 + updates / n)^-1/2 of the rate; 0: constant after the warm-up
+    counts: bool = True  # False: the model's probabilities are used alone
+    weights_factor: float = 2.0  # learning rate of the weights of the counts, relative to that of the model
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
     def __post_init__(self) -> None:
@@ -68,7 +64,7 @@ class OnlineRecipe:
 
     def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; for the model, its family and the settings that are not defaults."""
-        plain = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.name != "model"}
+        plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "model"}
         general = type(self.model)()
         changed = {k: v for k, v in dataclasses.asdict(self.model).items() if v != getattr(general, k)}
         return plain | {"model": {"family": self.model.family, **changed}}
@@ -109,7 +105,7 @@ class OnlinePredictor(ModelPredictor):
         )
         self._steps = 0
         self._counts = Counts(lanes) if recipe.counts else None
-        self._told: list[tuple[Tensor, Tensor]] = []  # log p_k and m of each position of the segment
+        self._distributions: list[tuple[Tensor, Tensor]] = []  # log p_k and m of each position of the segment
 
     def predict(self) -> Tensor:
         """Predict as `Predictor.predict`."""
@@ -117,10 +113,10 @@ class OnlinePredictor(ModelPredictor):
         if self._counts is None:
             return log_probs
         probabilities, met = self._counts.predict()
-        told = torch.from_numpy(probabilities).log_(), torch.from_numpy(met)
-        self._told.append(told)
+        distributions = torch.from_numpy(probabilities).log_(), torch.from_numpy(met)
+        self._distributions.append(distributions)
         with torch.no_grad():
-            return self._mixed(log_probs, *told)
+            return self._mixed(log_probs, *distributions)
 
     def read(self, tokens: Tensor, whole: bool) -> None:
         """Read as `Predictor.read`."""
@@ -134,17 +130,17 @@ class OnlinePredictor(ModelPredictor):
         if self._counts is not None:
             self._counts.rotate()
 
-    def _mixed(self, log_probs: Tensor, told: Tensor, met: Tensor) -> Tensor:
+    def _mixed(self, log_probs: Tensor, distributions: Tensor, met: Tensor) -> Tensor:
         """Mix log-probabilities of model and counts, given m: [...,256], [...,K,256] and [...] -> [...,256]."""
         weights = self._weights[met][..., None, :]
-        return (log_probs + torch.matmul(weights, told).squeeze(-2)).log_softmax(dim=-1)
+        return (log_probs + torch.matmul(weights, distributions).squeeze(-2)).log_softmax(dim=-1)
 
     def _step(self, tokens: Tensor, targets: Tensor, state: State) -> None:
         """Train the weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment."""
-        recipe, told = self._recipe, self._told[: tokens.shape[1]]
+        recipe, distributions = self._recipe, self._distributions[: tokens.shape[1]]
         log_probs, _ = self.model.log_probs(tokens, state)
-        if told:
-            stacked = (torch.stack(each, dim=1) for each in zip(*told, strict=True))
+        if distributions:
+            stacked = (torch.stack(columns, dim=1) for columns in zip(*distributions, strict=True))
             log_probs = self._mixed(log_probs, *stacked)
         loss = -log_probs.gather(-1, targets[..., None]).mean()
         loss.backward()
@@ -160,4 +156,4 @@ class OnlinePredictor(ModelPredictor):
 
     def _update(self, length: int, following: Tensor) -> None:
         super()._update(length, following)
-        self._told.clear()
+        self._distributions.clear()

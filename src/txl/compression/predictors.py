@@ -21,15 +21,14 @@ from txl.generation.engine import DecodeEngine, decodes
 from txl.models.language_model import LanguageModel, State
 from txl.models.transformer_xl import TransformerXL
 
+# Trains weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment.
 Learn = Callable[[Tensor, Tensor, State], object]
-"""Function that trains weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment."""
 
 
 class Predictor(ABC):
     """Source of the probabilities for coding symbols. Every lane reads one token per step."""
 
-    any_threads = False
-    """True if probabilities do not depend on the number of threads; otherwise the predictor runs with one thread."""
+    any_threads = False  # probabilities do not depend on the number of threads; else the predictor runs with one
 
     @abstractmethod
     def predict(self) -> Tensor:
@@ -125,7 +124,7 @@ class ModelPredictor(Predictor):
         order = torch.arange(-1, lanes - 1) % lanes
         self._last, self._state = self._last[order], self._state.select(order)
         self._before = self._state
-        self._window = [each[order] for each in self._window]
+        self._window = [tokens[order] for tokens in self._window]
 
     def _update(self, length: int, following: Tensor) -> None:
         """Learn from the first `length` tokens of the segment; `following` is the token after those read so far."""

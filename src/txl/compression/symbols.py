@@ -12,10 +12,8 @@ import numpy as np
 from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
 from txl.errors import UserError
 
-_AT_ONCE = 1 << 14
-"""Number of symbols that are decoded at once."""
-_INVALID = re.compile("[\udc80-\udcff]+")
-"""Bytes that are not valid UTF-8, as "surrogateescape" decodes them."""
+_AT_ONCE = 1 << 14  # symbols that are decoded at once
+_INVALID = re.compile("[\udc80-\udcff]+")  # bytes that are not valid UTF-8, as "surrogateescape" decodes them
 
 
 class Symbols:
@@ -26,10 +24,9 @@ class Symbols:
         if isinstance(vocabulary, ByteVocabulary):
             pieces = [bytes([value]) for value in vocabulary.values]
         elif isinstance(vocabulary, CharVocabulary):
-            pieces = [
-                b"" if token == vocabulary.unk_id else each.encode("utf-8")
-                for token, each in enumerate(vocabulary.symbols)
-            ]
+            pieces = [symbol.encode("utf-8") for symbol in vocabulary.symbols]
+            if vocabulary.unk_id is not None:
+                pieces[vocabulary.unk_id] = b""
         elif isinstance(vocabulary, BpeVocabulary):
             pieces = vocabulary.pieces
         else:
@@ -41,12 +38,12 @@ class Symbols:
         of_byte = {piece[0]: token for token, piece in enumerate(pieces) if len(piece) == 1}
         has_all = len(of_byte) == 256 and not isinstance(vocabulary, CharVocabulary)
         unknown = vocabulary.unk_id
+        # Symbol that is followed by a literal byte; None: every byte is a token.
         self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
-        """Symbol that is followed by a literal byte; None: every byte is a token."""
+        # Token that is read before the first symbol, and in place of an escape that is no token: a line end.
         self.start = of_byte.get(ord("\n"), 0)
-        """Token that is read before the first symbol, and in place of an escape that is no token: a line end."""
         if isinstance(vocabulary, CharVocabulary):
-            self._token_of = {each: token for token, each in enumerate(vocabulary.symbols)}
+            self._token_of = {symbol: token for token, symbol in enumerate(vocabulary.symbols)}
         self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int32)
         for value, token in of_byte.items():
             self._byte_symbols[value] = token

@@ -21,19 +21,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from txl.errors import STOP_SIGNALS, UserError
 from txl.files import reason_of
-from txl.serving import streams
+from txl.serving import stream_routes
 from txl.serving.completions import completions
 from txl.serving.exchange import beside, checked_ids, encoded
-from txl.serving.guard import Access, Guard, patient_protocol
-from txl.serving.kept import KeptStreams
-from txl.serving.requests import ApiError, fields_of, json_response
+from txl.serving.guard import Access, Guard
+from txl.serving.kept_streams import KeptStreams
+from txl.serving.requests import ApiError, body_of, json_response
+from txl.serving.schemas import DetokenizeRequest, TokenizeRequest, checked
 from txl.serving.service import Service
 
 _logger = logging.getLogger(__name__)
 _STATIC = Path(str(files("txl.serving"))) / "static"
+_READ_AT_ONCE = 1 << 13  # bytes; in chunks of one byte, they take about 20 ms
 _CONTENT = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; " + (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
@@ -71,21 +74,20 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
             Route("/tokenize", _tokenize, methods=["POST"]),
             Route("/detokenize", _detokenize, methods=["POST"]),
             Route("/tokenizer_info", _tokenizer_info),
-            Route("/v1/streams", streams.every, methods=["GET"]),
-            Route("/v1/streams", streams.create, methods=["POST"]),
-            Route("/v1/streams/{id}", streams.one, methods=["GET", "DELETE"]),
-            Route("/v1/streams/{id}/append", streams.append, methods=["POST"]),
-            Route("/v1/streams/{id}/generate", streams.generate, methods=["POST"]),
-            Route("/v1/streams/{id}/fork", streams.fork, methods=["POST"]),
-            Route("/v1/streams/{id}/snapshot", streams.take_snapshot, methods=["GET"]),
+            Route("/v1/streams", stream_routes.every, methods=["GET"]),
+            Route("/v1/streams", stream_routes.create, methods=["POST"]),
+            Route("/v1/streams/{id}", stream_routes.one, methods=["GET", "DELETE"]),
+            Route("/v1/streams/{id}/append", stream_routes.append, methods=["POST"]),
+            Route("/v1/streams/{id}/generate", stream_routes.generate, methods=["POST"]),
+            Route("/v1/streams/{id}/fork", stream_routes.fork, methods=["POST"]),
+            Route("/v1/streams/{id}/snapshot", stream_routes.take_snapshot, methods=["GET"]),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
         lifespan=lifespan,
     )
     app.state.service, app.state.kept = service, kept
-    full = service.empty.keys[0].new_empty(0).element_size() * sum(
-        each.shape[0] * each.shape[2] * service.memory for each in (*service.empty.keys, *service.empty.values)
-    )
+    states = (*service.empty.keys, *service.empty.values)  # each [H,0,D]
+    full = sum(state.element_size() * state.shape[0] * state.shape[2] * service.memory for state in states)
     app.state.guard = Guard(app, access, service.limits, full + (1 << 20), service.metrics)
     return app.state.guard
 
@@ -136,10 +138,7 @@ async def _no_chat(request: Request) -> Response:
 
 async def _tokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    fields = await fields_of(request, frozenset({"model", "prompt", "add_special_tokens"}))
-    service.check_model(fields.text("model"))
-    fields.flag("add_special_tokens")  # no effect: encoding a text adds its special tokens, if any, in any case
-    text = fields.text("prompt")
+    text = checked(TokenizeRequest, await body_of(request), service).prompt
     if text is None:
         raise ApiError(400, "prompt is missing; expected a string", param="prompt")
     ids = await encoded(request, text, "prompt")
@@ -152,11 +151,9 @@ async def _tokenize(request: Request) -> Response:
 
 async def _detokenize(request: Request) -> Response:
     service: Service = request.app.state.service
-    fields = await fields_of(request, frozenset({"model", "tokens"}))
-    service.check_model(fields.text("model"))
-    tokens = fields.raw("tokens")
-    if not isinstance(tokens, list):
-        raise ApiError(400, "tokens is missing or is not a list of token ids", param="tokens")
+    tokens = checked(DetokenizeRequest, await body_of(request), service).tokens
+    if tokens is None:
+        raise ApiError(400, "tokens is missing; expected a list of token ids", param="tokens")
     if tokens:
         await checked_ids(request, tokens, "tokens")
     return await beside(len(tokens), lambda: json_response({"prompt": service.texts.vocabulary.decode(tokens)}))
@@ -192,10 +189,10 @@ def bound_socket(host: str, port: int) -> socket.socket:
         UserError: if `host` is not an address of this machine, or the socket cannot listen there.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host} is no address of this machine ({reason_of(error)}); try 127.0.0.1") from None
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -215,18 +212,31 @@ def address_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _SmallReads(H11Protocol):
+    """uvicorn's protocol for HTTP, reading little from a connection before the other connections' turn.
+
+    A body in chunks of one byte takes long to parse: with asyncio's 256 KiB at once, it keeps all others waiting for
+    seconds.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin with a connection."""
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # an attribute of asyncio's own transports, not of uvloop's
+            transport.max_size = _READ_AT_ONCE  # pyright: ignore[reportAttributeAccessIssue]
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server, changed so that the process continues after a signal has stopped the server."""
 
     def __init__(self, config: uvicorn.Config, stopping: Callable[[], None]):
         super().__init__(config)
         self._stopping = stopping
-        self.stopped_by: int | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop the server; SIGINT while the server is stopping stops it at once."""
         self.force_exit = self.should_exit and sig == signal.SIGINT
-        self.should_exit, self.stopped_by = True, sig
+        self.should_exit = True
         self._stopping()
 
     @contextlib.contextmanager
@@ -235,15 +245,15 @@ class _Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-        before = {each: handler for each, handler in before.items() if handler is not signal.SIG_IGN}  # nohup
-        for each in before:
-            signal.signal(each, self.handle_exit)
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # nohup
+        for number in handlers:
+            signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
@@ -258,7 +268,7 @@ def serve(app: Guard, service: Service, listening: socket.socket, ready: Callabl
     """
     config = uvicorn.Config(
         app,
-        http=patient_protocol(service.limits),
+        http=_SmallReads,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -15,8 +15,7 @@ from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine, Stream
 from txl.models.structure import evaluation_view
 
-_MOST = 0.9
-"""Share of the attention that `reach` covers."""
+_MOST = 0.9  # share of the attention that `reach` covers
 
 
 class AttentionWatch:
@@ -28,8 +27,7 @@ class AttentionWatch:
 
     def __init__(self, engine: DecodeEngine):
         self._engine = engine
-        self.view = evaluation_view(engine.model)
-        """View that reads segments like the engine's model."""
+        self.view = evaluation_view(engine.model)  # reads segments like the engine's model
         self._sum: Tensor | None = None
         self._stack = ExitStack()  # kept open, since closing the stack ends the recording
         self._stack.enter_context(observed(self.view, self._saw))

@@ -20,12 +20,9 @@ from txl.serving.work import ScoredToken, Work
 
 _logger = logging.getLogger(__name__)
 
-_IN_THREAD = 1 << 12
-"""Characters or tokens from which a text is encoded, or an answer is built, in a thread beside the event loop."""
-_LONG = 1 << 18
-"""Characters from which texts are encoded one after the other, to leave threads and processors to shorter ones."""
-_LEAST = -9999.0
-"""Value reported for the logarithm of 0, which JSON cannot represent."""
+_IN_THREAD = 1 << 12  # characters or tokens from which work is done in a thread beside the event loop
+_LONG = 1 << 18  # characters from which texts are encoded one by one, to leave threads and processors to shorter ones
+_LEAST = -9999.0  # reported for the logarithm of 0, which JSON cannot represent
 T = TypeVar("T")
 
 
@@ -34,12 +31,9 @@ class Prompt:
     """One prompt of a request."""
 
     ids: Tensor
-    text: str | None
-    """Text of the request; None if the request has token ids."""
-    shown: str = ""
-    """Text that `echo` shows."""
-    parts: list[tuple[bytes, int]] = field(default_factory=list)
-    """Bytes of each token, and index of the character at which the token begins."""
+    text: str | None  # None if the request has token ids
+    shown: str = ""  # text that `echo` shows
+    parts: list[tuple[bytes, int]] = field(default_factory=list)  # each token's bytes, and where its characters begin
     scored: list[ScoredToken] = field(default_factory=list)
 
 
@@ -67,9 +61,7 @@ async def encoded(request: Request, text: str, name: str) -> Tensor:
         ApiError: for a text that is too long, or cannot be encoded, or if the client disconnects first.
     """
     service: Service = request.app.state.service
-    most = service.limits.max_prompt
-
-    texts = service.texts
+    texts, most = service.texts, service.limits.max_prompt
     await beside(len(text), lambda: of_user(lambda: texts.refuse_long(text, most), name))
 
     def encode() -> Tensor:
@@ -84,7 +76,7 @@ async def encoded(request: Request, text: str, name: str) -> Tensor:
     return ids
 
 
-async def checked_ids(request: Request, value: list[object], name: str) -> Tensor:
+async def checked_ids(request: Request, value: Sequence[object], name: str) -> Tensor:
     """Return token ids of a request as int64 [n].
 
     Raises:
@@ -94,7 +86,7 @@ async def checked_ids(request: Request, value: list[object], name: str) -> Tenso
     _refuse_long(len(value), service.limits.max_prompt, name)
 
     def check() -> Tensor:
-        ids = [each for each in value if type(each) is int]
+        ids = [token for token in value if type(token) is int]
         if len(ids) < len(value):
             raise ApiError(400, f"{name} has the wrong type; expected a list of token ids", param=name)
         return of_user(lambda: service.texts.checked(ids, name), name)
@@ -135,8 +127,8 @@ def event_stream(events: AsyncIterator[str], works: Sequence[Work], service: Ser
 
     async def data() -> AsyncIterator[dict[str, str]]:
         try:
-            async for each in events:
-                yield {"data": each}
+            async for event in events:
+                yield {"data": event}
             yield {"data": "[DONE]"}
         except ApiError as error:
             yield {"data": dumps(error.value())}
@@ -147,13 +139,9 @@ def event_stream(events: AsyncIterator[str], works: Sequence[Work], service: Ser
             for work in works:
                 work.cancelled = True
 
+    grace = service.grace + 5
     return EventSourceResponse(
-        data(),
-        status,
-        ping=15,
-        sep="\n",
-        shutdown_event=service.farewell(),
-        shutdown_grace_period=service.grace + 5,
+        data(), status, ping=15, sep="\n", shutdown_event=service.farewell(), shutdown_grace_period=grace
     )
 
 
@@ -164,20 +152,20 @@ async def while_connected(request: Request, waiting: Awaitable[T], works: Sequen
         ApiError: as `waiting` does, or if the client has disconnected.
     """
     task = asyncio.ensure_future(waiting)
-    gone = asyncio.ensure_future(_left(request))
+    departure = asyncio.ensure_future(_left(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, departure}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ApiError(499, "the client has left")
         return task.result()
     finally:
         for work in works:
             work.cancelled = True
-        for each in (task, gone):
-            if not each.done():
-                each.cancel()
+        for future in (task, departure):
+            if not future.done():
+                future.cancel()
                 with suppress(asyncio.CancelledError):
-                    await each
+                    await future
 
 
 async def _left(request: Request) -> None:

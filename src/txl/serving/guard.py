@@ -11,32 +11,28 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import logging
 import time
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from txl.allocator import return_freed_memory
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
 
-_logger = logging.getLogger(__name__)
 _OPEN = ("/", "/health")
 _STATIC = "/static/"
 _AGAIN = {"Retry-After": "1"}
-_SMALL = 1 << 16
-"""Size in bytes up to which a body is accepted even if too many large ones are held."""
-_PAUSE = 1.0
-"""Seconds after a large request until memory is returned to the system."""
-_READ_AT_ONCE = 1 << 13
-"""Bytes read from a connection before the other connections' turn; in chunks of one byte, they take about 20 ms."""
-_LEAST_TAKEN = 1 << 16
-"""Bytes of an answer that a client must receive within `Limits.write_seconds`."""
-_DRAINED = 4
-"""Multiple of the size limit up to which a body is read; during a longer body, the connection is closed."""
+_CLOSE = {"Connection": "close"}
+_SMALL = 1 << 16  # bytes of a body that is accepted even if too many large ones are held
+_PAUSE = 1.0  # seconds after a large request until memory is returned to the system
+_SENT_AT_ONCE = 1 << 16  # bytes of an answer that a client must receive within `Limits.write_seconds`
+_DRAINED = 4  # multiple of the size limit up to which a body is read; within a longer one, the connection is closed
 
 
 @dataclass(frozen=True)
@@ -44,10 +40,12 @@ class Access:
     """API key, host names and origins with which the server may be used."""
 
     api_key: str | None = None
-    hosts: tuple[str, ...] = ()
-    """Host names by which the server may be addressed, besides localhost and IP addresses."""
-    origins: tuple[str, ...] = ()
-    """Other origins whose pages may send requests."""
+    hosts: tuple[str, ...] = ()  # names by which the server may be addressed, besides localhost and IP addresses
+    origins: tuple[str, ...] = ()  # other origins whose pages may send requests
+
+
+class _Stuck(Exception):
+    """A client that does not receive its answer."""
 
 
 class Guard:
@@ -57,9 +55,16 @@ class Guard:
         self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
         self._max_snapshot = max_snapshot
         self._key = None if access.api_key is None else _digest(access.api_key)
+        # For pages of other origins that are permitted; outside of `_answer`, so that they can read its errors.
+        self._shared = CORSMiddleware(
+            self._answer,
+            allow_origins=access.origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("*",),
+        )
         self._active = 0
-        self._held: dict[int, int] = {}
-        """Bytes of the bodies that are in memory, without the first `_SMALL` of each, by request."""
+        self._held: dict[int, int] = {}  # bytes of the bodies in memory, without the first `_SMALL`, by request
         self._returning: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,33 +73,26 @@ class Guard:
             await self.app(scope, receive, send)
             return
         began, status = time.perf_counter(), 500
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = headers.get("origin")
 
         async def sends(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message.get("headers", ()), *self._added(origin)]}
-            await send(message)
+                added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+                message = {**message, "headers": [*message.get("headers", ()), *added]}
+            await self._send(message, send)
 
         self._active += 1
         try:
-            if self._active > self._limits.max_requests:
-                raise ApiError(503, "too many requests at the same time; try again", headers=_AGAIN)
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
             self._check_host(headers.get("host"))
             self._check_origin(origin, headers.get("host"))
-            if scope["method"] == "OPTIONS" and origin in self._access.origins:
-                asked = headers.get("access-control-request-headers", "authorization, content-type")
-                allowed = [(b"access-control-allow-headers", asked.encode("latin-1"))]
-                await sends({"type": "http.response.start", "status": 204, "headers": allowed})
-                await sends({"type": "http.response.body", "body": b""})
-                return
-            self._check_key(scope["path"], headers.get("authorization"))
-            body = await self._body(scope, headers, receive)
-            await self.app(scope, _replayed(body, receive), sends)
+            await (self._shared if origin in self._access.origins else self._answer)(scope, receive, sends)
         except ApiError as error:
             await error.response()(scope, receive, sends)
+        except _Stuck:
+            pass  # uvicorn closes the connection, because the answer is incomplete
         finally:
             self._active -= 1
             if self._held.pop(id(scope), None) is not None and (self._returning is None or self._returning.done()):
@@ -102,6 +100,32 @@ class Guard:
             route = getattr(scope.get("route"), "path", None) or "other"
             self._metrics.requests.labels(route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if self._active > self._limits.max_requests:
+                raise ApiError(503, "too many requests at the same time; try again", headers=_AGAIN)
+            self._check_key(scope["path"], Headers(scope=scope).get("authorization"))
+            body = await self._body(scope, receive)
+            await self.app(scope, _replayed(body, receive), send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+
+    async def _send(self, message: Message, send: Send) -> None:
+        """Send a message in parts, for each of which the client has `Limits.write_seconds`.
+
+        Otherwise answers that nobody receives would fill the memory, and event streams hold places in the engine.
+        """
+        body, more = message.get("body", b""), message.get("more_body", False)
+        for start in range(0, max(1, len(body)), _SENT_AT_ONCE):
+            end = start + _SENT_AT_ONCE
+            if message["type"] == "http.response.body":
+                message = {**message, "body": body[start:end], "more_body": more or end < len(body)}
+            try:
+                async with asyncio.timeout(self._limits.write_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise _Stuck from None
 
     def _check_host(self, host: str | None) -> None:
         name = _split(f"//{host}").hostname if host and not set(host) & set("/@?#\\ ") else None
@@ -134,57 +158,45 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def _body(self, scope: Scope, headers: dict[str, str], receive: Receive) -> bytes:
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the whole body, after checking its type, its size and the time of its arrival."""
-        length = headers.get("content-length", "")
-        has_body = length not in ("", "0") or "transfer-encoding" in headers
+        headers = Headers(scope=scope)
+        has_body = headers.get("content-length", "0") not in ("", "0") or "transfer-encoding" in headers
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             if has_body:
-                raise ApiError(
-                    400, f"{scope['method']} has no body here; leave it out", headers={"Connection": "close"}
-                )
+                raise ApiError(400, f"{scope['method']} has no body here; leave it out", headers=_CLOSE)
             return b""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_snapshot = kind == "application/octet-stream" and scope["path"] == "/v1/streams"
+        takes_snapshots = scope["path"] == "/v1/streams"
+        is_snapshot = takes_snapshots and kind == "application/octet-stream"
         if kind != "application/json" and not is_snapshot:
-            raise ApiError(
-                415,
-                f"Content-Type is {kind[:80] or 'missing'}; expected application/json"
-                + (", or application/octet-stream for a snapshot" if scope["path"] == "/v1/streams" else ""),
-                headers={"Connection": "close"} if has_body else None,
-            )
+            expected = "application/json" + (", or application/octet-stream for a snapshot" if takes_snapshots else "")
+            message = f"Content-Type is {kind[:80] or 'missing'}; expected {expected}"
+            raise ApiError(415, message, headers=_CLOSE if has_body else None)
         limit = self._max_snapshot if is_snapshot else self._limits.max_body
         seconds = self._limits.body_seconds * max(1, round(limit / self._limits.max_body))
-        parts, size, full = [], 0, False
+        parts, size, is_full = [], 0, False
         try:
             async with asyncio.timeout(seconds):
-                more = True
-                while more and size <= _DRAINED * limit:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ApiError(499, "the client has left")
-                    more, part = message.get("more_body", False), message.get("body", b"")
+                async for part in Request(scope, receive).stream():
                     size += len(part)
-                    full = full or not self._has_room(id(scope), size)
-                    if size <= limit and not full:
+                    is_full = is_full or not self._has_room(id(scope), size)
+                    if size <= limit and not is_full:
                         parts.append(part)
                     else:  # read on, up to `_DRAINED`: a client that is still sending would not see the answer
                         parts.clear()
                         self._held[id(scope)] = 0
+                    if size > _DRAINED * limit:
+                        break
         except TimeoutError:
-            raise ApiError(
-                408,
-                f"the request body did not arrive within {seconds:g} seconds",
-                headers={"Connection": "close"},
-            ) from None
+            message = f"the request body did not arrive within {seconds:g} seconds"
+            raise ApiError(408, message, headers=_CLOSE) from None
+        except ClientDisconnect:
+            raise ApiError(499, "the client has left") from None
         if size > limit:
-            raise ApiError(
-                413,
-                f"the body has more than {limit:,} bytes",
-                code="too_large",
-                headers={"Connection": "close"} if more else None,
-            )
-        if full:
+            ends = _CLOSE if size > _DRAINED * limit else None
+            raise ApiError(413, f"the body has more than {limit:,} bytes", code="too_large", headers=ends)
+        if is_full:
             raise ApiError(503, "too many large requests at the same time; try again", headers=_AGAIN)
         return b"".join(parts)
 
@@ -193,19 +205,6 @@ class Guard:
         if size > _SMALL:
             self._held[request] = size - _SMALL
         return size <= _SMALL or sum(self._held.values()) <= max(self._limits.max_bodies, self._max_snapshot)
-
-    def _added(self, origin: str | None) -> list[tuple[bytes, bytes]]:
-        """Return the headers that are added to every answer."""
-        added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-        if origin is not None and origin in self._access.origins:
-            added += [
-                (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-allow-methods", b"GET, POST, DELETE"),
-                (b"access-control-expose-headers", b"*"),
-                (b"access-control-max-age", b"600"),
-                (b"vary", b"Origin, Access-Control-Request-Headers"),
-            ]
-        return added
 
 
 async def _return_memory() -> None:
@@ -247,87 +246,3 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def patient_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """Return a subclass of uvicorn's HTTP protocol that does not wait for a client forever.
-
-    A connection is aborted if no complete request head arrives within `body_seconds`, or if the client does not receive
-    the data sent to it within `write_seconds`.
-    """
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    class PatientProtocol(H11Protocol):
-        _silent: asyncio.TimerHandle | None = None
-        _stuck: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            if hasattr(transport, "max_size"):  # an attribute of asyncio's own transports, not of uvloop's
-                transport.max_size = _READ_AT_ONCE  # pyright: ignore[reportAttributeAccessIssue]
-            self._expect_head()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop("_silent")
-            self._stop("_stuck")
-            super().connection_lost(exc)
-
-        def handle_events(self) -> None:
-            super().handle_events()
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._stop("_silent")
-                if not self.flow.write_paused:
-                    self._stop("_stuck")  # a new answer adds data
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.cycle is None or self.cycle.response_complete:
-                self._expect_head()
-                # Even a closed transport waits until the client has received all data.
-                self._stop("_stuck")
-                self._watch_writing()
-
-        def pause_writing(self) -> None:
-            self.flow.pause_writing()
-            self._stop("_stuck")
-            self._watch_writing()
-
-        def resume_writing(self) -> None:
-            self._stop("_stuck")
-            self.flow.resume_writing()
-            if self.cycle is None or self.cycle.response_complete:
-                self._watch_writing()  # the rest of the answer
-
-        def _watch_writing(self) -> None:
-            """Abort the connection if its client does not receive its data; call this only while no data is added."""
-            left = self.transport.get_write_buffer_size()
-            if left:
-                self._stuck = self.loop.call_later(limits.write_seconds, self._check_stuck, left)
-
-        def _check_stuck(self, before: int) -> None:
-            self._stuck = None
-            left = self.transport.get_write_buffer_size()
-            if left and before - left < _LEAST_TAKEN:
-                self.transport.abort()
-            else:
-                self._watch_writing()
-
-        def _expect_head(self) -> None:
-            self._stop("_silent")
-            self._silent = self.loop.call_later(limits.body_seconds, self._close_silent)
-
-        def _close_silent(self) -> None:
-            if self.cycle is not None and not self.cycle.response_complete:
-                return
-            if self.transport.get_write_buffer_size():
-                self._expect_head()  # the client is still receiving the last answer
-            else:
-                self.transport.abort()
-
-        def _stop(self, name: str) -> None:
-            timer = getattr(self, name)
-            if timer is not None:
-                timer.cancel()
-                setattr(self, name, None)
-
-    return PatientProtocol

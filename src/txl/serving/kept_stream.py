@@ -31,14 +31,10 @@ from txl.serving.texts import TAIL
 from txl.serving.work import CHECKPOINT_EVERY, DrawnEvent, Event, FailedEvent, ReadEvent, SavedEvent, ScoredToken, Work
 
 _FORMAT = 2
-_STATES = 2
-"""Number of states that a stream keeps for forks."""
-_MOST = 2**62
-"""Upper bound of the counts in a snapshot, so that no later count can overflow."""
-_HEADER = 1 << 17
-"""Largest size of a snapshot's header in bytes; that of a model with 100 layers has 20,000."""
-_LARGEST = 1e15
-"""Upper bound of keys and values in a snapshot: with larger ones, sums of squares in the model may overflow."""
+_STATES = 2  # states that a stream keeps for forks
+_MOST = 2**62  # above the counts in a snapshot, so that no later count can overflow
+_HEADER = 1 << 17  # bytes of a snapshot's header; that of a model with 100 layers has 20,000
+_LARGEST = 1e15  # of keys and values in a snapshot: with larger ones, sums of squares in the model may overflow
 _LN2 = math.log(2)
 
 
@@ -49,18 +45,16 @@ class Entry:
     id: int
     bits: float | None
     characters: int
-    drawn: tuple[int, int] | None = None
-    """Seed, and number of tokens drawn with this seed before; None for a token that was not drawn."""
+    drawn: tuple[int, int] | None = None  # seed, and number of tokens drawn with it before; None: it was read
 
 
 @dataclass
 class Totals:
-    """Sums over the scored tokens of a stream's whole life; `bits` is their surprisal."""
+    """Sums over the scored tokens of a stream's whole life: surprisal, and characters that they completed."""
 
     scored: int = 0
     bits: float = 0.0
     characters: int = 0
-    """Characters that the scored tokens completed."""
 
     def add(self, entry: Entry, sign: int = 1) -> None:
         """Count a token; with `sign` -1, remove it from the sums."""
@@ -77,21 +71,15 @@ class KeptStream:
     id: str
     state: StreamState
     seed: int
-    drawn: int = 0
-    """Number of tokens drawn with `seed`."""
+    drawn: int = 0  # tokens drawn with `seed`
     totals: Totals = field(default_factory=Totals)
-    earlier: deque[StreamState] = field(default_factory=deque)
-    """States that a fork can go back to, the oldest first."""
-    recent: deque[Entry] = field(default_factory=deque)
-    """Tokens after the oldest state of `earlier`, and up to `TAIL` tokens before them."""
+    earlier: deque[StreamState] = field(default_factory=deque)  # to which a fork can go back, the oldest first
+    recent: deque[Entry] = field(default_factory=deque)  # tokens after the oldest of these, and up to `TAIL` before
     created: float = field(default_factory=time.time)
     used: float = field(default_factory=time.monotonic)
-    changed: bool = True
-    """True if the stream has changed since its file was written; used if streams are saved in a folder."""
-    work: Work | None = None
-    """Work in progress on the stream; None: the stream is free."""
-    deleted: bool = False
-    """True if the stream was deleted, perhaps while a request used it."""
+    changed: bool = True  # since its file was written; used if streams are saved in a folder
+    work: Work | None = None  # in progress; None: the stream is free
+    deleted: bool = False  # perhaps while a request used it
 
     @property
     def tail(self) -> tuple[int, ...]:
@@ -106,8 +94,8 @@ class KeptStream:
     @property
     def nbytes(self) -> int:
         """Size of the stream's states in bytes; a state shared by forks counts in each of them."""
-        states = {id(each): each for each in (*self.earlier, self.state)}
-        return sum(each.nbytes for each in states.values())
+        states = {id(state): state for state in (*self.earlier, self.state)}
+        return sum(state.nbytes for state in states.values())
 
     def copy(self) -> KeptStream:
         """Return a copy of the stream as it is now, which another thread can read."""
@@ -139,21 +127,19 @@ class KeptStream:
         """
         now = self.state.n_token
         if not self.first <= n_token <= now:
-            raise ApiError(
-                400, f"at is {n_token}; this stream can be forked at {self.first} to {now} tokens", param="at"
-            )
+            expected = f"this stream can be forked at {self.first} to {now} tokens"
+            raise ApiError(400, f"at is {n_token}; {expected}", param="at")
         if n_token == now:
             return []
-        state = max((each for each in self.earlier if each.n_token <= n_token), key=lambda each: each.n_token)
-        recent = list(self.recent)
-        kept, end = (len(recent) - (now - each) for each in (state.n_token, n_token))
+        while self.earlier[-1].n_token > n_token:
+            self.earlier.pop()
+        self.state, recent = self.earlier[-1], list(self.recent)
+        start, end = (len(recent) - (now - place) for place in (self.state.n_token, n_token))
         lost = (entry.drawn for entry in recent[end:] if entry.drawn is not None)
         self.seed, self.drawn = next(lost, (self.seed, self.drawn))
-        while len(self.recent) > kept:
+        while len(self.recent) > start:
             self.totals.add(self.recent.pop(), -1)
-        self.state = state
-        self.earlier = deque(each for each in self.earlier if each.n_token <= state.n_token)
-        return recent[kept:end]
+        return recent[start:end]
 
 
 class Operation:
@@ -168,12 +154,11 @@ class Operation:
 
     def __init__(self, stream: KeptStream, work: Work, seed: int | None, again: Sequence[Entry] = ()):
         self.stream, self.work, self._seed, self._again = stream, work, seed, deque(again)
-        self._n_drawn = work.lanes[0].drawn if work.lanes else 0
-        self.read = Totals()
-        """Figures of the tokens that this operation has read."""
+        self._n_drawn = work.continuations[0].drawn if work.continuations else 0
+        self.read = Totals()  # of the tokens that this operation has read
         self.failure: FailedEvent | None = None
         self._queue: asyncio.Queue[list[Event] | None] = asyncio.Queue()
-        self._listens = True
+        self._is_read = True
         self._entries: list[Entry] = []
         stream.work = work
         self.task: asyncio.Task[None] | None = None
@@ -199,21 +184,21 @@ class Operation:
                 yield batch
                 self.work.outbox.sent(batch)
         finally:
-            self._listens = False
+            self._is_read = False
             self.work.cancelled = True
 
     async def _follow(self, decoder: Decoder) -> None:
         try:
             async for batch in self.work.outbox.batches():
                 for event in batch:
-                    self._take_in(event, decoder)
-                if self._listens:  # only the stream needs saved states
+                    self._add(event, decoder)
+                if self._is_read:  # only the stream needs saved states
                     self._queue.put_nowait([event for event in batch if not isinstance(event, SavedEvent)])
         finally:
             self.stream.work, self.stream.used = None, time.monotonic()
             self._queue.put_nowait(None)
 
-    def _take_in(self, event: Event, decoder: Decoder) -> None:
+    def _add(self, event: Event, decoder: Decoder) -> None:
         if isinstance(event, ReadEvent):
             for token in event.tokens:
                 token.piece = decoder.push(token.id)
@@ -245,8 +230,8 @@ def snapshot(stream: KeptStream, service: Service) -> bytes:
     """Return a safetensors file with everything that is needed to continue a stream."""
     state = stream.state
     tensors: dict[str, Tensor] = {}
-    for kind, each in (("keys", state.keys), ("values", state.values)):
-        tensors |= {f"{kind}.{layer}": tensor.detach().cpu().contiguous() for layer, tensor in enumerate(each)}
+    for kind, layers in (("keys", state.keys), ("values", state.values)):
+        tensors |= {f"{kind}.{layer}": tensor.detach().cpu().contiguous() for layer, tensor in enumerate(layers)}
     about = {
         "format": _FORMAT,
         **service.identity,
@@ -286,17 +271,14 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
             raise ValueError
     except (ValueError, KeyError, TypeError, SafetensorError):
         raise ApiError(400, "not a snapshot of a stream that this version reads", code="bad_snapshot") from None
-    for field_name, ours in service.identity.items():
-        if about.get(field_name) != ours:
-            theirs = about.get(field_name)
-            there = brief(theirs)
-            what = "of another model" if field_name == "model" else f"of a stream with {field_name} {there}"
-            here = f"{ours[:12]}..." if field_name == "model" else ours
-            raise ApiError(
-                409,
-                f"the snapshot is {what}; this server has {field_name} {here}, the snapshot {there}",
-                code="mismatch",
-            )
+    for name_of_setting, ours in service.identity.items():
+        theirs = about.get(name_of_setting)
+        if theirs != ours:
+            is_model = name_of_setting == "model"
+            what = "of another model" if is_model else f"of a stream with {name_of_setting} {brief(theirs)}"
+            here = f"{ours[:12]}..." if is_model else ours
+            message = f"the snapshot is {what}; this server has {name_of_setting} {here}, the snapshot {brief(theirs)}"
+            raise ApiError(409, message, code="mismatch")
     try:
         if about.pop("sha256", None) != _digest(about, tensors):
             raise ValueError("its content does not match its hash")
@@ -308,15 +290,15 @@ def restored(data: bytes, service: Service, name: str) -> KeptStream:
             int(about["drawn"]),
             Totals(int(about["scored"]), float.fromhex(about["bits"]), int(about["characters"])),
             deque([state]),
-            deque(Entry(int(each), None, 0) for each in about["tail"][-TAIL:]),
+            deque(Entry(int(token), None, 0) for token in about["tail"][-TAIL:]),
             created=float(about["created"]),
         )
-        if not all(0 <= each < len(service.texts.vocabulary) for each in (*stream.tail, state.waiting)):
+        if not all(0 <= token < len(service.texts.vocabulary) for token in (*stream.tail, state.waiting)):
             raise ValueError("a token is outside of the vocabulary")
         counts = stream.drawn, stream.totals.scored, stream.totals.characters
         if not (
             0 <= stream.seed < 2**63
-            and all(0 <= each < _MOST for each in counts)
+            and all(0 <= count < _MOST for count in counts)
             and math.isfinite(stream.totals.bits)
             and abs(stream.created) < _MOST  # excludes NaN too
         ):
@@ -330,16 +312,16 @@ def _state_of(about: JsonObject, tensors: dict[str, Tensor], service: Service) -
     n_layer, n_token = len(service.empty.keys), int(about["n_token"])
     if not 0 <= n_token < _MOST or len(tensors) != 2 * n_layer:
         raise ValueError("its tensors are not those of this model")
-    held = min(max(n_token - 1, 0), service.memory)
+    length = min(max(n_token - 1, 0), service.memory)  # the last token has not been read yet
     kinds = []
     for kind, like in (("keys", service.empty.keys), ("values", service.empty.values)):
-        found = tuple(tensors[f"{kind}.{layer}"] for layer in range(n_layer))
-        for tensor, empty in zip(found, like, strict=True):
-            if tensor.shape != (empty.shape[0], held, empty.shape[2]) or tensor.dtype != empty.dtype:
+        layers = tuple(tensors[f"{kind}.{layer}"] for layer in range(n_layer))
+        for tensor, empty in zip(layers, like, strict=True):
+            if tensor.shape != (empty.shape[0], length, empty.shape[2]) or tensor.dtype != empty.dtype:
                 raise ValueError("its tensors have other shapes")
             if not (tensor.abs() <= _LARGEST).all():  # false for NaN too
                 raise ValueError(f"its keys and values are not numbers up to {_LARGEST:g}, which no model computes")
-        kinds.append(tuple(tensor.to(like[0].device) for tensor in found))
+        kinds.append(tuple(tensor.to(like[0].device) for tensor in layers))
     return StreamState(n_token, int(about["waiting"]), *kinds)
 
 

@@ -1,11 +1,10 @@
-"""Checked fields of requests, limits, and errors in the format of the OpenAI API."""
+"""Limits of the server, errors in the format of the OpenAI API, and JSON that is read and written in slices."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
@@ -13,37 +12,24 @@ from typing import NoReturn, TypeVar
 from starlette.requests import Request
 from starlette.responses import Response
 
-from txl.errors import UserError, brief
+from txl.errors import UserError
 from txl.files import JsonObject
-from txl.generation.sampling import Sampling, checked_forbidden
 
 T = TypeVar("T")
-_TYPES = {
-    400: "invalid_request_error",
+_KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
     409: "conflict_error",
-    411: "invalid_request_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-AT_ONCE = 1 << 16
-"""Size from which JSON is read and written in slices. Python's functions for JSON keep all other threads waiting."""
-_MOST_STRINGS = 1 << 12
-"""Strings of a large body, names included."""
-_MOST_LISTS = 1 << 12
-"""Lists of a large body."""
-_MOST_OUTSIDE = 1 << 18
-"""Characters of a large body outside of strings and lists of token ids."""
-_LONGEST = 1 << 10
-"""Characters of a stop string. The end of a text is compared with it at each token."""
-_LISTED = 64
-"""Values of a list that are written to JSON at once."""
+AT_ONCE = 1 << 16  # size from which JSON is read and written in slices: Python's functions for it hold up all threads
+_MOST_STRINGS = 1 << 12  # of a large body, names included
+_MOST_LISTS = 1 << 12  # of a large body
+_MOST_OUTSIDE = 1 << 18  # characters of a large body outside of strings and lists of token ids
+_LISTED = 64  # values of a list that are written to JSON at once
 _IDS = re.compile(r"\[\s*[0-9][0-9,\s]{1024,}\]", re.ASCII)
 _CHARACTERS = re.compile(r"(?:[^\\]+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\[^u]){1,4096}", re.DOTALL)
 _NAMES = re.compile(r"\s*:")
@@ -55,45 +41,24 @@ _encode_ascii = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 class Limits:
     """Limits on a single request and on the whole server."""
 
-    max_body: int = 8 << 20
-    """Size of a request's body in bytes, except for snapshots."""
-    max_bodies: int = 128 << 20
-    """Bytes of all bodies in memory, without the first 64 KiB of each; at least one snapshot is accepted."""
-    max_prompt: int = 1 << 20
-    """Tokens of one prompt, or of one text appended to a stream."""
-    max_tokens: int = 1 << 16
-    """Tokens generated for one text of a request."""
-    max_choices: int = 128
-    """Texts of one request: prompts times `n`."""
-    max_logprobs: int = 100
-    """Alternatives reported for each token."""
+    max_body: int = 8 << 20  # bytes of a request's body, except for snapshots
+    max_bodies: int = 128 << 20  # bytes of all bodies in memory, without 64 KiB of each; one snapshot is accepted
+    max_prompt: int = 1 << 20  # tokens of one prompt, or of one text appended to a stream
+    max_tokens: int = 1 << 16  # tokens generated for one text of a request
+    max_choices: int = 128  # texts of one request: prompts times `n`
+    max_logprobs: int = 100  # alternatives reported for each token
+    # Log-probabilities in one answer, tokens times (alternatives + 1); each takes about 220 bytes. With so many unread
+    # ones in an event stream, the engine waits for the client.
     max_reported: int = 1 << 20
-    """Log-probabilities in one answer: tokens times (alternatives + 1). Each log-probability takes about 220 bytes.
-    With so many unread ones in an event stream, the engine waits for the client."""
-    max_queue: int = 128
-    """Texts that wait for a place in the engine."""
-    max_requests: int = 1024
-    """Requests answered at the same time."""
-    max_kept: int = 64
-    """Streams kept at the same time."""
-    idle_seconds: float = 3600.0
-    """Seconds without use after which a stream is deleted."""
-    body_seconds: float = 30.0
-    """Seconds within which a request must arrive; more for snapshots where these may be larger than `max_body`."""
-    write_seconds: float = 30.0
-    """Seconds within which a client must receive the data sent, or at least 64 KiB of the data."""
-
-    @property
-    def default_tokens(self) -> int:
-        """Number of tokens that are generated if a request does not say how many: that of the OpenAI API, 16."""
-        return min(16, self.max_tokens)
+    max_queue: int = 128  # texts that wait for a place in the engine
+    max_requests: int = 1024  # requests answered at the same time
+    max_kept: int = 64  # streams kept at the same time
+    idle_seconds: float = 3600.0  # time without use after which a stream is deleted
+    body_seconds: float = 30.0  # time within which a body must arrive; more for snapshots larger than `max_body`
+    write_seconds: float = 30.0  # time within which a client must receive 64 KiB of its answer
 
     def check_reported(self, n_token: int, top: int | None) -> None:
-        """Refuse an answer with so many log-probabilities that it would take too much memory.
-
-        Raises:
-            ApiError: for more than `max_reported`.
-        """
+        """Refuse an answer with more log-probabilities than `max_reported` (ApiError)."""
         if top is not None and n_token * (top + 1) > self.max_reported:
             raise ApiError(
                 400,
@@ -120,7 +85,7 @@ class ApiError(Exception):
 
     def value(self) -> JsonObject:
         """Return the error as a JSON object in the format of the OpenAI API."""
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        kind = _KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> Response:
@@ -265,128 +230,16 @@ def _no_number(text: str) -> NoReturn:
     raise ValueError(f"{text} is no number of JSON")
 
 
-async def fields_of(request: Request, known: frozenset[str]) -> Fields:
-    """Return the fields of a request's JSON body; an empty body has no fields.
+async def body_of(request: Request) -> JsonObject:
+    """Return the JSON object of a request's body, read in a thread if it is large; {} for an empty body.
 
     Raises:
-        ApiError: for a body that is not a JSON object, or for fields that `Fields` refuses.
+        ApiError: as `parsed` does.
     """
     body = await request.body()
     if len(body) <= AT_ONCE:
-        return Fields(parsed(body) if body else {}, known)
-    return Fields(await asyncio.to_thread(parsed, body), known)
-
-
-class Fields:
-    """The fields of a request, each checked when it is read; a field with null counts as absent.
-
-    Raises:
-        ApiError: for a field that is not in `known`.
-    """
-
-    def __init__(self, values: JsonObject, known: frozenset[str]):
-        self._values = {name: value for name, value in values.items() if value is not None}
-        unknown = sorted(set(self._values) - known)
-        if unknown:
-            named = ", ".join(each[:80] for each in unknown[:8])
-            raise ApiError(
-                400,
-                f"unknown or unsupported: {named}; this route knows {', '.join(sorted(known))}",
-                param=unknown[0][:80],
-                code="unknown_parameter",
-            )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def raw(self, name: str) -> object:
-        """Return a field unchecked; None if the field is absent."""
-        return self._values.get(name)
-
-    def whole(self, name: str, default: T, low: int, high: int) -> int | T:
-        """Return a whole number from `low` to `high`; `default` if the field is absent."""
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            value = int(value)
-        if type(value) is not int or not low <= value <= high:
-            raise ApiError(400, f"{name} is {_short(value)}; expected a whole number from {low} to {high}", param=name)
-        return value
-
-    def number(self, name: str, default: float, low: float, high: float) -> float:
-        """Return a number from `low` to `high`; `default` if the field is absent."""
-        value = self._values.get(name, default)
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise ApiError(400, f"{name} is {_short(value)}; expected a number from {low:g} to {high:g}", param=name)
-        return float(value)
-
-    def flag(self, name: str) -> bool:
-        """Return a boolean; False if the field is absent."""
-        value = self._values.get(name, False)
-        if not isinstance(value, bool):
-            raise ApiError(400, f"{name} is {_short(value)}; expected true or false", param=name)
-        return value
-
-    def text(self, name: str) -> str | None:
-        """Return a string; None if the field is absent."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, str):
-            raise ApiError(400, f"{name} is {_short(value)}; expected a string", param=name)
-        return value
-
-    def only(self, name: str, *neutral: object) -> None:
-        """Refuse an unsupported field, unless its value is one of `neutral`, which request no effect."""
-        value = self._values.get(name)
-        if value is not None and not any(type(value) is type(each) and value == each for each in neutral):
-            raise ApiError(
-                400,
-                f"{name} is {_short(value)}, which is not supported; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
-
-    def strings(self, name: str, most: int) -> list[str]:
-        """Return up to `most` strings of 1 to `_LONGEST` characters; the field may also be one string."""
-        value = self._values.get(name, [])
-        value = [value] if isinstance(value, str) else value
-        if not isinstance(value, list) or len(value) > most or not all(isinstance(each, str) for each in value):
-            raise ApiError(400, f"{name} is {_short(value)}; expected a string, or up to {most} strings", param=name)
-        if not all(value):
-            raise ApiError(400, f"{name} has an empty string; expected at least one character", param=name)
-        if any(len(each) > _LONGEST for each in value):
-            raise ApiError(400, f"{name} has a string of more than {_LONGEST:,} characters; shorten it", param=name)
-        return value
-
-    def forbidden(self, always: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-        """Return the ids of the tokens that are never drawn: `always`, and those that `logit_bias` bans with -100."""
-        biases = self._values.get("logit_bias", {})
-        known = isinstance(biases, dict) and len(biases) <= 1024
-        if not known or any(
-            type(bias) not in (int, float) or bias not in (0, -100) or not re.fullmatch("[0-9]{1,12}", token)
-            for token, bias in biases.items()
-        ):
-            raise ApiError(
-                400,
-                f"logit_bias is {_short(biases)}; expected up to 1024 token ids, each with -100, which bans it, or 0",
-                param="logit_bias",
-                code="unsupported_parameter",
-            )
-        ids = [int(token) for token, bias in biases.items() if bias]
-        return of_user(lambda: checked_forbidden([*always, *ids], vocab_size), "logit_bias")
-
-    def seed(self) -> int:
-        """Return the seed; a random seed if the field is absent, or -1 as for other servers."""
-        value = self.whole("seed", -1, -(2**63), 2**64 - 1)
-        return secrets.randbelow(2**31) if value == -1 else value
-
-    def sampling(self) -> Sampling:
-        """Return the sampling settings; the defaults are those of `txl generate`."""
-        temperature = self.number("temperature", 1.0, 0.0, 100.0)
-        top_p = self.number("top_p", 1.0, 0.0, 1.0)
-        top_k = self._values.get("top_k", 40)
-        top_k = None if top_k in (-1, 0) and type(top_k) is int else self.whole("top_k", 40, 1, 2**31)
-        return of_user(lambda: Sampling(top_k, None if top_p == 1.0 else top_p, temperature), "top_p")
+        return parsed(body) if body else {}
+    return await asyncio.to_thread(parsed, body)
 
 
 def of_user(make: Callable[[], T], param: str | None = None) -> T:
@@ -414,8 +267,3 @@ def _check_characters(name: str, value: object) -> None:
     elif isinstance(value, dict):
         for each in value.values():
             _check_characters(name, each)
-
-
-def _short(value: object) -> str:
-    text = brief(value)
-    return text if len(text) <= 60 else text[:57] + "..."

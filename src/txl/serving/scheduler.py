@@ -1,7 +1,7 @@
 """Thread that owns the decode engine: works join and leave the running batch between two steps.
 
 Other threads submit works with `Scheduler.submit`, and receive events through each work's `Outbox`. Prompts are read a
-segment at a time between the steps of the decoded streams, so that a long prompt does not stop other texts.
+segment at a time between the steps of the running continuations, so that a long prompt does not stop other texts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import torch
@@ -19,28 +19,26 @@ from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.generation.engine import DecodeEngine
-from txl.generation.reading import PROMPT_SEGMENT, StreamState, TextReading
+from txl.generation.engine import DecodeEngine, Stream
+from txl.generation.reading import PROMPT_SEGMENT, TextReading
 from txl.generation.sampling import NO_NUMBERS
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
 from txl.serving.work import (
     CHECKPOINT_EVERY,
+    Continuation,
     DoneEvent,
     DrawnEvent,
-    EndOfLaneEvent,
+    EndEvent,
     FailedEvent,
-    Lane,
     ReadEvent,
     SavedEvent,
     ScoredToken,
     Work,
 )
 
-_SCORED_AT_ONCE = 1 << 22
-"""Largest number of log-probabilities (rows times vocabulary) computed at once when text is scored."""
-_PAUSE = 0.005
-"""Seconds between two checks whether a client has received more of its event stream."""
+_SCORED_AT_ONCE = 1 << 22  # log-probabilities (rows times vocabulary) computed at once when text is scored
+_PAUSE = 0.005  # seconds between two checks whether a client has received more of its event stream
 _logger = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ class Scheduler(threading.Thread):
     Args:
         engine: decode engine that only this thread steps.
         metrics: metrics in which tokens and latencies are counted.
-        max_queue: largest number of lanes that wait for a place; an empty queue accepts any number at once.
+        max_queue: largest number of continuations that wait for a place; an empty queue accepts any number at once.
         threads: number of threads that compute a step.
     """
 
@@ -66,16 +64,17 @@ class Scheduler(threading.Thread):
         super().__init__(name="txl engine", daemon=True)
         self._threads = threads
         self.engine, self.metrics, self.max_queue = engine, metrics, max_queue
-        self._inbox: SimpleQueue[Work | Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()
+        self._inbox: SimpleQueue[Work | None] = SimpleQueue()  # None wakes the thread
+        self._lock = threading.Lock()  # of the two below, which other threads read
         self._queued = 0
         self._accepting = True
+        self._is_ending = self._is_aborting = False
+        # A work waits, is read, is ready to be continued, and is running as long as it has continuations in the engine.
         self._waiting: deque[Work] = deque()
         self._reading: deque[Work] = deque()
         self._ready: deque[Work] = deque()
-        self._running: list[tuple[Work, Lane]] = []
+        self._running: list[tuple[Work, Continuation]] = []
         self._watch: AttentionWatch | None = None
-        self._ending = False
 
     def submit(self, works: Sequence[Work]) -> None:
         """Queue works, all or none of them.
@@ -97,25 +96,23 @@ class Scheduler(threading.Thread):
 
     def stop(self, grace: float) -> None:
         """Accept no more works, let the accepted works run for up to `grace` seconds, then end them and the thread."""
-        self._accepting = False
-        self._inbox.put(self._end_when_done)
+        self._accepting, self._is_ending = False, True
+        self._inbox.put(None)
         self.join(grace)
         if self.is_alive():
+            self._is_aborting = True
             self._inbox.put(None)
             self.join(10)
-
-    def _end_when_done(self) -> None:
-        self._ending = True
 
     def run(self) -> None:
         """Take, read and decode works until the scheduler is stopped."""
         torch.set_num_threads(self._threads)
         try:
-            while self._take():
+            while self._goes_on():
                 self._drop_cancelled()
                 self._admit()
                 has_read = self._read_some()
-                self._enter_lanes()
+                self._enter_continuations()
                 if not self._decode() and not has_read and self._busy():
                     time.sleep(_PAUSE)  # all works wait for their clients
                 self._gauges()
@@ -130,34 +127,24 @@ class Scheduler(threading.Thread):
     def _busy(self) -> bool:
         return bool(self._waiting or self._reading or self._ready or self._running)
 
-    def _take(self) -> bool:
+    def _goes_on(self) -> bool:
         """Queue the submitted works, waiting for one if nothing else is to do; return False if the thread must end."""
-        while True:
-            try:
-                item = self._inbox.get(block=not (self._busy() or self._ending))
-            except Empty:
-                break
-            if item is None:
-                return False
-            if callable(item):
-                item()
-            else:
-                self._waiting.append(item)
-        return not self._ending or self._busy()
+        self._take(wait=True)
+        return not self._is_aborting and (not self._is_ending or self._busy())
+
+    def _take(self, wait: bool) -> None:
+        with suppress(Empty):
+            while True:
+                work = self._inbox.get(block=wait and not (self._busy() or self._is_ending))
+                if work is not None:
+                    self._waiting.append(work)
 
     def _end_all(self) -> None:
-        works = {*self._waiting, *self._reading, *self._ready, *(work for work, _ in self._running)}
-        for work in works:
+        self._take(wait=False)
+        for work in {*self._waiting, *self._reading, *self._ready, *(work for work, _ in self._running)}:
             if work.keep and not work.cancelled:
                 self._save_at_end(work)
             work.outbox.put(FailedEvent("the server has stopped", 503))
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except Empty:
-                break
-            if isinstance(item, Work):
-                item.outbox.put(FailedEvent("the server has stopped", 503))
         for queue in (self._waiting, self._reading, self._ready, self._running):
             queue.clear()
         for stream in self.engine.streams:
@@ -166,20 +153,16 @@ class Scheduler(threading.Thread):
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._reading, self._ready):
-            for work in [each for each in queue if each.cancelled]:
+            for work in [work for work in queue if work.cancelled]:
                 queue.remove(work)
-                if queue is self._waiting:
-                    self._leave_queue(work.size)
-                else:
-                    self._leave_queue(len(work.waiting_lanes))
-                    work.waiting_lanes.clear()
+                self._leave_queue(work.size if queue is self._waiting else len(work.waiting))
+                work.waiting.clear()
                 if work.running == 0:
                     self._finish(work)
-        if any(work.cancelled for work, _ in self._running):
-            for work, lane in [each for each in self._running if each[0].cancelled]:
-                self._leave(work, lane)
-                if work.running == 0:
-                    self._finish(work)
+        for work, continuation in [(work, continuation) for work, continuation in self._running if work.cancelled]:
+            self._leave(work, continuation)
+            if work.running == 0:
+                self._finish(work)
 
     def _leave_queue(self, size: int) -> None:
         with self._lock:
@@ -195,11 +178,11 @@ class Scheduler(threading.Thread):
                 self._leave_queue(work.size)
                 work.outbox.put(FailedEvent(str(error), 400) if isinstance(error, UserError) else _failure(error))
                 continue
-            if not work.lanes:
+            if not work.continuations:
                 self._leave_queue(1)
 
     def _begin(self, work: Work) -> None:
-        work.waiting_lanes = deque(work.lanes)
+        work.waiting = deque(work.continuations)
         if work.ids.numel() == 0:
             assert work.after is not None
             work.read, work.checkpoint = work.after, work.after.n_token
@@ -230,7 +213,7 @@ class Scheduler(threading.Thread):
                     budget -= self._read_segment(work, work.read)
                 except Exception as error:
                     self._reading.popleft()
-                    self._leave_queue(len(work.waiting_lanes))
+                    self._leave_queue(len(work.waiting))
                     work.outbox.put(_failure(error))
                     continue
             self._reading.popleft()
@@ -251,7 +234,7 @@ class Scheduler(threading.Thread):
         work.outbox.put(ReadEvent(work.number, tokens, total - (reading.n_token - 1 - reading.read), total))
         if work.keep and not reading.done and reading.read + 1 - work.checkpoint >= CHECKPOINT_EVERY:
             work.checkpoint = reading.read + 1
-            self._save(work, reading.state, 0)
+            self._save(work, reading)
         return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
@@ -262,142 +245,149 @@ class Scheduler(threading.Thread):
                 losses = model.nll_of(hidden, targets[None])[0]
                 if losses.isnan().any():
                     raise UserError(NO_NUMBERS)
-                return [ScoredToken(*each) for each in zip(targets.tolist(), (-losses).tolist(), strict=True)]
+                return [ScoredToken(*scores) for scores in zip(targets.tolist(), (-losses).tolist(), strict=True)]
             rows = max(1, _SCORED_AT_ONCE // model.vocab_size)
-            parts = [model.log_probs_of(some)[0] for some in hidden.split(rows, dim=1)]
-            found: list[ScoredToken] = []
-            for log_probs, some in zip(parts, targets.split(rows), strict=True):
+            tokens: list[ScoredToken] = []
+            for states, some in zip(hidden.split(rows, dim=1), targets.split(rows), strict=True):
+                log_probs = model.log_probs_of(states)[0]
                 if log_probs.isnan().any():
                     raise UserError(NO_NUMBERS)
-                found += _details(log_probs, some, work.top)
-        return found
+                tokens += _details(log_probs, some, work.top)
+        return tokens
 
-    def _enter_lanes(self) -> None:
-        """Give places to lanes whose prompt has been read, one lane per work in turn; finish works without lanes."""
-        for work in [each for each in self._ready if not each.waiting_lanes]:
+    def _enter_continuations(self) -> None:
+        """Give places to continuations of works that have been read, in turn; finish works that have none."""
+        for work in [work for work in self._ready if not work.waiting]:
             self._ready.remove(work)
             self._finish(work)
         while self._ready and len(self.engine.streams) < self.engine.max_streams:
             work = self._ready.popleft()
-            self._enter(work, work.waiting_lanes.popleft())
-            if work.waiting_lanes:
+            self._enter(work, work.waiting.popleft())
+            if work.waiting:
                 self._ready.append(work)
             elif work.running == 0:
                 self._finish(work)
 
-    def _enter(self, work: Work, lane: Lane) -> None:
-        """Give a lane a place in the engine; if the engine raises an error, the work fails."""
+    def _enter(self, work: Work, continuation: Continuation) -> None:
+        """Give a continuation a place in the engine; if the engine raises an error, the work fails."""
         self._leave_queue(1)
-        if lane.max_tokens == 0:
-            work.outbox.put(EndOfLaneEvent(lane.number, "length", ""))
+        if continuation.max_tokens == 0:
+            work.outbox.put(EndEvent(continuation.number, "length", ""))
             return
         assert work.read is not None
         try:
-            lane.stream = self.engine.enter(
-                work.read, seed=lane.seed, drawn=lane.drawn, sampling=lane.sampling, forbidden=work.forbidden
+            continuation.stream = self.engine.enter(
+                work.read,
+                seed=continuation.seed,
+                drawn=continuation.drawn,
+                sampling=continuation.sampling,
+                forbidden=work.forbidden,
             )
         except Exception as error:
-            self._leave_queue(len(work.waiting_lanes))
-            work.waiting_lanes.clear()
+            self._leave_queue(len(work.waiting))
+            work.waiting.clear()
             work.cancelled = True
             work.outbox.put(_failure(error))
             return
         work.running += 1
-        self._running.append((work, lane))
+        self._running.append((work, continuation))
 
     def _decode(self) -> bool:
-        """Draw a token for every running lane that does not wait for its client; return False if there is none."""
-        running: list[tuple[Work, Lane]] = []
-        paused: list[tuple[Work, Lane]] = []
-        for each in self._running:  # each is asked once: the event loop changes the answer meanwhile
-            (paused if each[0].outbox.is_overfull else running).append(each)
+        """Draw a token for each continuation that does not wait for its client; return False if there is none."""
+        running: list[tuple[Work, Continuation]] = []
+        paused: list[tuple[Work, Continuation]] = []
+        for pair in self._running:  # the question is asked once: the event loop changes the answer meanwhile
+            (paused if pair[0].outbox.is_overfull else running).append(pair)
         if not running:
             return False
-        watched: dict[Lane, JsonObject] = {}
-        streams = [lane.stream for _, lane in running if lane.stream is not None]
+        reach: dict[Continuation, JsonObject] = {}
+        streams = [continuation.stream for _, continuation in running if continuation.stream is not None]
         try:
-            for work, lane in running:
-                if work.attention and lane.stream is not None:
+            for work, continuation in running:
+                if work.attention and continuation.stream is not None:
                     self._watch = self._watch or AttentionWatch(self.engine)
-                    watched[lane] = self._watch.of_next(lane.stream)
+                    reach[continuation] = self._watch.of_next(continuation.stream)
             log_probs = self.engine.advance(streams)
             drawn = self.engine.draw(log_probs, streams)
         except Exception as error:  # fails all works: the error does not tell which of them caused it
-            failed = _failure(error)
             for stream in self.engine.streams:
                 self.engine.leave(stream)
-            self._running = []
-            for work, lane in (*running, *paused):
-                lane.stream, work.running, work.cancelled = None, work.running - 1, True
-                work.outbox.put(failed)
+            self._running, failure = [], _failure(error)
+            for work, continuation in (*running, *paused):
+                continuation.stream = None
+                self._fail(work, failure)
             return True
         self.metrics.steps.inc()
         self.metrics.tokens_generated.inc(len(drawn))
-        ended = [row for row, stream in enumerate(streams) if stream.ended is not None]
-        rows = [row for row in range(len(streams)) if row not in ended] if ended else range(len(streams))
-        entries, self._running = running, [*(running[row] for row in rows), *paused]
-        for row in ended:
-            work, lane = entries[row]
-            work.running, work.cancelled = work.running - 1, True
-            work.outbox.put(FailedEvent(streams[row].ended or "", 500))
+        rows = [row for row, stream in enumerate(streams) if stream.ended is None]
+        self._running = [*(running[row] for row in rows), *paused]
+        for (work, _), stream in zip(running, streams, strict=True):
+            if stream.ended is not None:
+                self._fail(work, FailedEvent(stream.ended))
         for row, token in zip(rows, drawn.tolist(), strict=True):
-            work, lane = entries[row]
+            work, continuation = running[row]
+            scored = ScoredToken(token, None)
             if work.top is not None or work.keep:
                 with torch.inference_mode():
                     target = torch.tensor([token], device=log_probs.device)
                     [scored] = _details(log_probs[row : row + 1], target, work.top)
-            else:
-                scored = ScoredToken(token, None)
-            scored.attention = watched.get(lane)
-            self._drawn(work, lane, scored)
+            scored.attention = reach.get(continuation)
+            self._drawn(work, continuation, scored)
         return True
 
-    def _drawn(self, work: Work, lane: Lane, token: ScoredToken) -> None:
-        """Report a drawn token of a lane in an event, and end the lane if the token was the last."""
-        if lane.made == 0:
+    def _fail(self, work: Work, failure: FailedEvent) -> None:
+        """End a work one of whose continuations has left the engine by an error."""
+        work.running, work.cancelled = work.running - 1, True
+        work.outbox.put(failure)
+
+    def _drawn(self, work: Work, continuation: Continuation, token: ScoredToken) -> None:
+        """Report a drawn token of a continuation in an event, and end the continuation if the token was the last."""
+        stop, stream = continuation.stop, continuation.stream
+        if continuation.n_drawn == 0:
             self.metrics.first_token.observe(time.perf_counter() - work.arrived)
-        lane.made += 1
-        token.piece = lane.decoder.push(token.id)
-        token.text = lane.stop.push(token.piece)
-        work.outbox.put(DrawnEvent(lane.number, token))
-        if work.keep and lane.made % CHECKPOINT_EVERY == 0 and lane.stream is not None:
-            self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn)
-        if not lane.stop.found and lane.made < lane.max_tokens:
+        continuation.n_drawn += 1
+        token.piece = continuation.decoder.push(token.id)
+        token.text = stop.push(token.piece)
+        work.outbox.put(DrawnEvent(continuation.number, token))
+        if work.keep and continuation.n_drawn % CHECKPOINT_EVERY == 0 and stream is not None:
+            self._save(work, stream)
+        if not stop.found and continuation.n_drawn < continuation.max_tokens:
             return
-        rest = ""
-        if not lane.stop.found:
-            rest = lane.stop.push(lane.decoder.flush()) if lane.flush else ""
-        if not lane.stop.found:
-            rest += lane.stop.flush()
-        work.outbox.put(EndOfLaneEvent(lane.number, "stop" if lane.stop.found else "length", rest))
-        self._leave(work, lane)
-        if work.running == 0 and not work.waiting_lanes:
+        rest = "" if stop.found or not continuation.flush else stop.push(continuation.decoder.flush())
+        rest += "" if stop.found else stop.flush()  # the last character may have completed a stop string
+        work.outbox.put(EndEvent(continuation.number, "stop" if stop.found else "length", rest))
+        self._leave(work, continuation)
+        if work.running == 0 and not work.waiting:
             self._finish(work)
 
-    def _leave(self, work: Work, lane: Lane) -> None:
-        """Remove a lane from the engine; first save its state if the work has `keep` set."""
-        self._running = [each for each in self._running if each[1] is not lane]
+    def _leave(self, work: Work, continuation: Continuation) -> None:
+        """Remove a continuation from the engine; first save its state if the work has `keep` set."""
+        self._running = [pair for pair in self._running if pair[1] is not continuation]
         work.running -= 1
-        stream = lane.stream
+        stream = continuation.stream
         if stream is None or stream.ended is not None:
             return
         if work.keep:
-            self._save(work, partial(self.engine.save, stream), stream.drawn)
+            self._save(work, stream)
         self.engine.leave(stream)
 
     def _save_at_end(self, work: Work) -> None:
         """Save the state of a kept stream when its work ends, unless `_leave` has saved the state."""
-        lane = work.lanes[0] if work.lanes else None
-        if lane is not None and lane.made:
-            if lane.stream is not None and lane.stream in self.engine.streams:
-                self._save(work, partial(self.engine.save, lane.stream), lane.stream.drawn)
-        elif isinstance(work.read, TextReading):
-            self._save(work, work.read.state, 0)
+        for continuation in work.continuations:
+            if continuation.n_drawn:
+                if continuation.stream in self.engine.streams:
+                    self._save(work, continuation.stream)
+                return
+        if isinstance(work.read, TextReading):
+            self._save(work, work.read)
 
-    def _save(self, work: Work, state: Callable[[], StreamState], drawn: int) -> None:
+    def _save(self, work: Work, source: Stream | TextReading) -> None:
         """Report the state of a kept stream in an event; if there is no memory for the state, only this work fails."""
         try:
-            work.outbox.put(SavedEvent(state(), drawn))
+            if isinstance(source, Stream):
+                work.outbox.put(SavedEvent(self.engine.save(source), source.drawn))
+            else:
+                work.outbox.put(SavedEvent(source.state(), 0))
         except Exception as error:
             work.cancelled = True
             work.outbox.put(_failure(error))
@@ -429,9 +419,9 @@ def _details(log_probs: Tensor, targets: Tensor, top: int | None) -> list[Scored
     log_probs = log_probs.float()
     own = log_probs.gather(1, targets[:, None])
     if top is None:
-        return [ScoredToken(*each) for each in zip(targets.tolist(), own[:, 0].tolist(), strict=True)]
+        return [ScoredToken(*scores) for scores in zip(targets.tolist(), own[:, 0].tolist(), strict=True)]
     ranks = ((log_probs > own).sum(dim=1) + 1).tolist()
     values, ids = log_probs.topk(min(top, log_probs.shape[1]), dim=1)
-    alternatives = [list(zip(*each, strict=True)) for each in zip(ids.tolist(), values.tolist(), strict=True)]
+    alternatives = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
     rows = zip(targets.tolist(), own[:, 0].tolist(), alternatives, ranks, strict=True)
-    return [ScoredToken(*each) for each in rows]
+    return [ScoredToken(*row) for row in rows]

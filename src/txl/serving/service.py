@@ -35,18 +35,14 @@ class Served:
 
     model: LanguageModel
     vocabulary: Vocabulary
-    name: str
-    """Name by which clients request the model."""
-    max_streams: int = 8
-    """Largest number of texts decoded at the same time."""
+    name: str  # by which clients request the model
+    max_streams: int = 8  # texts decoded at the same time
     dtype: torch.dtype | None = None
     mem_len: int | None = None
     window: Limit = None
     clamp_len: Limit = None
-    segment: int = 128
-    """Number of tokens scored at once; with a window, results do not depend on this number."""
-    threads: int | None = None
-    """Number of threads that compute a step; None: PyTorch's present number."""
+    segment: int = 128  # tokens scored at once; with a window, results do not depend on this number
+    threads: int | None = None  # that compute a step; None: PyTorch's present number
 
 
 class Service:
@@ -56,8 +52,7 @@ class Service:
         UserError: for a model that the decode engine cannot decode.
     """
 
-    grace = 5.0
-    """Seconds for which running requests may continue when the server stops."""
+    grace = 5.0  # seconds for which running requests may continue when the server stops
 
     def __init__(self, served: Served, limits: Limits = Limits()):  # noqa: B008 (a value)
         self.served, self.limits, self.metrics = served, limits, Metrics()
@@ -67,6 +62,7 @@ class Service:
         self.texts, self.model_id, self.segment = Texts(served.vocabulary, served.name), served.name, served.segment
         self.created = int(time.time())
         state = served.model.init_state(1, **lengths)
+        # Digest of weights, configuration and vocabulary, and settings; a snapshot must have the same.
         self.identity: JsonObject = {
             "model": model_digest(served.model, served.vocabulary),
             "dtype": str(self.empty.keys[0].dtype).removeprefix("torch."),
@@ -74,16 +70,15 @@ class Service:
             "window": state.window,
             "clamp_len": state.clamp_len,
         }
-        """Digest of weights, configuration and vocabulary, and settings; a snapshot must have the same."""
+        # Kind of step, library and processor, on which the last bits of results also depend.
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"
-        """Kind of step, library and processor; the last bits of results also depend on them."""
         self.memory = state.capacity
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
         self.scheduler = Scheduler(
             self.engine, self.metrics, limits.max_queue, served.threads or torch.get_num_threads()
         )
+        # For long texts; only one thread, to leave the other processors to the engine and to short texts.
         self.encoder = ThreadPoolExecutor(1, "txl encode")
-        """Encodes long texts; only one, to leave the other processors to the engine and to short texts."""
         self._farewell: anyio.Event | None = None
         self._stopping: threading.Thread | None = None
 
@@ -111,29 +106,17 @@ class Service:
         return self._farewell
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Queue works.
-
-        Raises:
-            ApiError: if the queue is full, the server is stopping, or the engine has failed.
-        """
+        """Queue works (ApiError if the queue is full, the server is stopping, or the engine has failed)."""
         try:
             self.scheduler.submit(works)
         except Unavailable as refused:
             raise ApiError(refused.status, str(refused), headers={"Retry-After": str(refused.retry_after)}) from None
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse the name of another model; None stands for the served model.
-
-        Raises:
-            ApiError: if `name` is not the name of the served model.
-        """
-        if name is not None and name != self.model_id:
-            raise ApiError(
-                404,
-                f"the model {name[:80]!r} does not exist here; this server has {self.model_id!r}",
-                param="model",
-                code="model_not_found",
-            )
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model (ApiError)."""
+        if name != self.model_id:
+            message = f"the model {name[:80]!r} does not exist here; this server has {self.model_id!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
 
     def describe(self) -> JsonObject:
         """Return the model as a JSON object of `/v1/models`."""
@@ -145,7 +128,7 @@ class Service:
             "owned_by": "transformer-xl",
             "txl": {
                 "version": txl.__version__,
-                "parameters": sum(each.numel() for each in model.parameters()),
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
                 "vocabulary": {"kind": self.texts.vocabulary.kind, "size": len(self.texts.vocabulary)},
                 "memory": self.memory,
                 **self.identity,

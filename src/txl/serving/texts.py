@@ -20,10 +20,9 @@ from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens
 from txl.generation.text import undrawable
 
+# Characters without a border for words: they are cut into tokens at once, which can keep other requests waiting.
 _WHOLE = {"word": 1 << 16, "bpe": 1 << 18}
-"""Characters without a border for words. They are cut into tokens at once, which can keep other requests waiting."""
-TAIL = 4
-"""Number of last tokens from which a decoder can continue a text: no UTF-8 character has more bytes."""
+TAIL = 4  # last tokens from which a decoder can continue a text: no UTF-8 character has more bytes
 
 
 class Texts:
@@ -33,23 +32,14 @@ class Texts:
         self.vocabulary, self.name = vocabulary, name
         self.forbidden = undrawable(vocabulary)
         is_bpe = isinstance(vocabulary, BpeVocabulary)
-        self._longest = max(map(len, vocabulary.pieces)) if is_bpe else 1
-        """Largest number of characters of a token, except for words."""
+        self._longest = max(map(len, vocabulary.pieces)) if is_bpe else 1  # characters of a token, except for words
 
     def encode(self, text: str) -> Tensor:
-        """Return the token ids of a text, int64 [n]; empty for an empty text.
-
-        Raises:
-            UserError: for a text that the vocabulary cannot encode.
-        """
+        """Return the token ids of a text, int64 [n] (UserError if the vocabulary cannot encode it)."""
         return torch.as_tensor(self.vocabulary.encode(text), dtype=torch.int64) if text else torch.zeros(0).long()
 
     def refuse_long(self, text: str, most: int) -> None:
-        """Refuse a text that has more than `most` tokens or takes long to encode, as far as can be seen at once.
-
-        Raises:
-            UserError: for such a text.
-        """
+        """Refuse a text (UserError) that surely has more than `most` tokens, or takes long to encode."""
         kind, border = self.vocabulary.kind, self.vocabulary.border
         most_whole = _WHOLE.get(kind, most)
         for start in range(0, len(text) - most_whole, most_whole):
@@ -59,11 +49,7 @@ class Texts:
             raise UserError(f"the text has {least:,} tokens or more; at most {most:,} are read")
 
     def checked(self, ids: Sequence[int], what: str) -> Tensor:
-        """Return token ids of a request as int64 [n].
-
-        Raises:
-            UserError: for an empty list, or an id outside of the vocabulary.
-        """
+        """Return token ids of a request as int64 [n] (UserError for none, or one outside of the vocabulary)."""
         try:
             values = np.fromiter(ids, np.int64, len(ids))  # a tenth of the time that PyTorch takes
         except OverflowError:
@@ -98,17 +84,18 @@ class Texts:
         If the tokens do not spell the text, each token begins at the end of the token before it.
         """
         data = text.encode("utf-8", errors="surrogateescape")
-        piece = Piece(Path(self.name))
         blocks = io.BytesIO(data)
         try:
-            found = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
+            tokens = list(
+                located_tokens(Piece(Path(self.name)), iter(lambda: blocks.read(BLOCK), b""), self.vocabulary)
+            )
         except UserError:
-            found = []
-        found = found[: ids.numel()]  # `located_tokens` ends a file's last line; that of a prompt stays open
-        if [token.id for token in found] != ids.tolist():
+            tokens = []
+        tokens = tokens[: ids.numel()]  # `located_tokens` ends a file's last line; that of a prompt stays open
+        if [token.id for token in tokens] != ids.tolist():
             return self.placed(ids.tolist())[1]
         parts, at, characters = [], 0, 0
-        for token in found:
+        for token in tokens:
             if token.start > at:
                 characters += n_characters(data[at : token.start])
             # A token that begins inside a character gets the index of this character.

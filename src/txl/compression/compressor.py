@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections import deque
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, TypeGuard
 
 import torch
 
@@ -19,7 +18,7 @@ from txl.compression.container import MOST_BLOCK, ContainerReader, ContainerWrit
 from txl.compression.learning import OnlinePredictor, OnlineRecipe
 from txl.compression.predictors import ModelPredictor, Predictor, fixed_predictor
 from txl.compression.symbols import Symbols
-from txl.compression.verification import Verifier
+from txl.compression.verification import VerifiedSink
 from txl.config import Lengths
 from txl.config.values import from_plain
 from txl.data.prepared import Tokens
@@ -30,13 +29,11 @@ from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
 from txl.runs.digests import model_digest, tensors_digest
 
-BytesDone = Callable[[int, int], None]
-"""Callback that receives the number of bytes done, of the text and of the compressed file."""
-_PROBE = 24
-"""Number of columns whose frequencies the header's probe covers."""
+BytesDone = Callable[[int, int], None]  # receives the number of bytes done, of the text and of the compressed file
+_PROBE = 24  # columns whose frequencies the header's probe covers
 _MOST_LANES = 1024
-_LANE_OF_BLOCK = 1 << 16
 _LEAST_BLOCK = 1 << 18
+_LANE_OF_BLOCK = 1 << 16
 _ONLINE_BLOCK = 1 << 16
 _SHORTEST_LANE = 1 << 14
 _USUAL_LANES = 8
@@ -46,14 +43,10 @@ _USUAL_LANES = 8
 class CodingModel:
     """A trained model for coding files."""
 
-    model: LanguageModel
-    """Any language model, on the CPU, in evaluation mode."""
-    vocabulary: Vocabulary
-    """Vocabulary of the model: bytes, characters or BPE tokens."""
-    lengths: Lengths | None = None
-    """Memory length, window and clamp; None: the model's own. A decoder uses the lengths in the file's header."""
-    training_tokens: Callable[[], Tokens | torch.Tensor] | None = None
-    """Function that returns the tokens of the training split, for adaptation by rms."""
+    model: LanguageModel  # any, on the CPU, in evaluation mode
+    vocabulary: Vocabulary  # of bytes, characters or BPE tokens
+    lengths: Lengths | None = None  # None: the model's own; a decoder uses those of the file's header
+    training_tokens: Callable[[], Tokens | torch.Tensor] | None = None  # tokens of the training split, for rms
 
     def identity(self) -> str:
         """Return a digest of weights, configuration and vocabulary."""
@@ -65,10 +58,8 @@ class DynamicRecipe:
     """Settings of a trained model's adaptation to the file, stored in the file's header."""
 
     adaptation: Adaptation
-    segment: int = 128
-    """Number of tokens of each lane coded between two updates, limited to the most that the model reads at once."""
-    statistics_segments: int | None = 500
-    """Number of training segments read for gradient statistics; None: all. Used by rms only, like the batch size."""
+    segment: int = 128  # tokens of each lane coded between two updates, at most what the model reads at once
+    statistics_segments: int | None = 500  # training segments read for the statistics of rms; None: all
     statistics_batch_size: int = 1
 
     def segment_of(self, model: LanguageModel) -> int:
@@ -95,14 +86,11 @@ class DynamicRecipe:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a file and of its parts."""
+    """Numbers of bytes of the text, of the file, and of the blocks in it without header, checksums and digests."""
 
     text: int
-    """Number of bytes of the text."""
     file: int
-    """Number of bytes of the compressed file."""
     payload: int
-    """Number of bytes of the blocks' payloads in the file, without header, checksums and digests."""
 
 
 def compress(
@@ -151,11 +139,10 @@ def compress(
     if setup.statistics is not None:
         header["statistics"] = setup.statistics
     header["probe"] = setup.probe()
-    n_threads = torch.get_num_threads()
-    share = n_threads if verify is None else max(1, n_threads // 2)
-    codec, writer = setup.codec(share), ContainerWriter()
+    n_threads = torch.get_num_threads() if verify is None else max(1, torch.get_num_threads() // 2)
+    codec, writer = setup.codec(n_threads), ContainerWriter()
     n_text = n_payload = 0
-    with closing(_VerifiedSink(sink, None if verify is None else Verifier(verify, share))) as file:
+    with closing(VerifiedSink(sink, verify, n_threads)) as file:
         file.write(writer.header(header))
         while text:
             n_symbols, payload = codec.encode(text)
@@ -181,55 +168,6 @@ def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online:
     return header
 
 
-class _VerifiedSink:
-    """Stream for a file's records that writes each block only after another process has decoded it.
-
-    Args:
-        sink: stream opened for writing bytes.
-        verifier: verifier of the records; None: every record is written at once.
-    """
-
-    def __init__(self, sink: IO[bytes], verifier: Verifier | None):
-        self._sink, self._verifier = sink, verifier
-        self._waiting: deque[bytes] = deque()
-        self.n_written = 0
-        """Number of bytes written to `sink`."""
-
-    def write(self, record: bytes, text: bytes | None = None) -> None:
-        """Write a record; with a verifier, hold a block (a record with a text) back until the next block is sent."""
-        if self._verifier is not None:
-            self._verifier.send(record, text)
-        if self._verifier is None or text is None:
-            self._pass_on(record)
-            return
-        self._waiting.append(record)
-        while len(self._waiting) > 1:
-            self._take()
-
-    def finish(self, end: bytes) -> None:
-        """Write the blocks held back, and the file's end."""
-        if self._verifier is not None:
-            self._verifier.send(end)
-            while self._waiting:
-                self._take()
-            self._verifier.finish()
-        self._pass_on(end)
-        self._sink.flush()
-
-    def close(self) -> None:
-        """End the decoding process."""
-        if self._verifier is not None:
-            self._verifier.close()
-
-    def _take(self) -> None:
-        assert self._verifier is not None
-        self._verifier.take()
-        self._pass_on(self._waiting.popleft())
-
-    def _pass_on(self, record: bytes) -> None:
-        self.n_written += self._sink.write(record)
-
-
 def decompress(
     source: IO[bytes],
     sink: IO[bytes],
@@ -253,19 +191,16 @@ def decompress(
     apart = difference(written if isinstance(written, dict) else {}, arithmetic())
     if apart is not None:
         raise UserError(f"{name} can be decoded only where it was made; the differences here: {apart}")
-    if "online" in header:
-        model = None
-        if load is not None:
-            raise UserError(f"{name} was made with --online and needs no model; leave --model out")
-    else:
+    if ("online" in header) != (load is None):
         if load is None:
             raise UserError(f"{name} was made with a model; name its run directory with --model")
-        model = load()
-        if model.identity() != header.get("model"):
-            raise UserError(
-                f"{name} was made with another model (weights, configuration or vocabulary differ); if the run has "
-                f"been trained on since, name the checkpoint of then with --checkpoint"
-            )
+        raise UserError(f"{name} was made with --online and needs no model; leave --model out")
+    model = None if load is None else load()
+    if model is not None and model.identity() != header.get("model"):
+        raise UserError(
+            f"{name} was made with another model (weights, configuration or vocabulary differ); if the run has been "
+            f"trained on since, name the checkpoint of then with --checkpoint"
+        )
     setup = _Setup(header, model)
     if "statistics" in header and setup.statistics != header["statistics"]:
         raise UserError(
@@ -288,26 +223,23 @@ def decompress(
     return Sizes(n_text, reader.n_read, n_payload)
 
 
+def _is_whole(value: object, most: int) -> TypeGuard[int]:
+    return type(value) is int and 1 <= value <= most
+
+
 class _Setup:
     """Model and settings that a header describes, built identically by encoder and decoder."""
 
     def __init__(self, header: JsonObject, model: CodingModel | None):
-        lanes, block = header.get("lanes"), header.get("block")
-        for value, most in ((lanes, _MOST_LANES), (block, MOST_BLOCK)):
-            if type(value) is not int or not 1 <= value <= most:
-                raise UserError("this version of txl cannot read the file's header")
-        assert isinstance(lanes, int)
-        assert isinstance(block, int)
-        self._lanes, self.block = lanes, block
-        self._model = model
-        self._online = None if model is not None else OnlineRecipe.from_plain(header.get("online"))
-        lengths = header.get("lengths", {})
-        names = {"mem_len", "window", "clamp_len"}
-        if not isinstance(lengths, dict) or not lengths.keys() <= names:
+        lanes, block, lengths = header.get("lanes"), header.get("block"), header.get("lengths", {})
+        is_known = isinstance(lengths, dict) and lengths.keys() <= {"mem_len", "window", "clamp_len"}
+        if not (is_known and _is_whole(lanes, _MOST_LANES) and _is_whole(block, MOST_BLOCK)):
             raise UserError("this version of txl cannot read the file's header")
-        for key, value in lengths.items():
-            if type(value) is not int and (key == "mem_len" or value not in (None, "none")):
-                raise UserError(f"the file's header has {key} {value!r}; expected a whole number")
+        for name, value in lengths.items():
+            if type(value) is not int and (name == "mem_len" or value not in (None, "none")):
+                raise UserError(f"the file's header has {name} {value!r}; expected a whole number")
+        self._lanes, self.block, self._model = lanes, block, model
+        self._online = None if model is not None else OnlineRecipe.from_plain(header.get("online"))
         self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)
         self._dynamic: DynamicRecipe | None = None
         self._statistics: GradientStatistics | None = None

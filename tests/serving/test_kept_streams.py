@@ -20,7 +20,7 @@ import txl
 from tests.serving.conftest import running, wait_for
 from tests.serving.test_streams import OCTETS, TEXT, generate, new, nothing_left, restore, snapshot
 from txl.data.vocabulary import CharVocabulary
-from txl.serving import kept
+from txl.serving import kept_streams
 from txl.serving.kept_stream import _digest
 from txl.serving.requests import Limits
 from txl.serving.service import Service
@@ -184,7 +184,7 @@ def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path
 
 
 def test_a_stream_is_saved_while_a_long_request_changes_it(served, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "_WRITE_EVERY", 0.1)
+    monkeypatch.setattr(kept_streams, "_WRITE_EVERY", 0.1)
     folder = tmp_path / "streams"
     folder.mkdir()
     with running(Service(served), folder=folder) as server:

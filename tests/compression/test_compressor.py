@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-import txl.compression.files as files
+import txl.compression.compressor as compressor
 from txl.compression.arithmetic import threads
+from txl.compression.compressor import CodingModel, DynamicRecipe, Sizes, compress, decompress
 from txl.compression.container import MAGIC, ContainerReader, ContainerWriter
-from txl.compression.files import CodingModel, DynamicRecipe, Sizes, compress, decompress
 from txl.compression.learning import OnlineRecipe
 from txl.compression.symbols import Symbols
 from txl.config import Lengths, RecurrentConfig, TransformerXLConfig, VanillaConfig
@@ -76,7 +76,7 @@ def unpacked(file: bytes, model: CodingModel | None = None) -> bytes:
 @pytest.fixture
 def small_blocks(monkeypatch):
     for name, size in (("_LEAST_BLOCK", 100), ("_LANE_OF_BLOCK", 60), ("_ONLINE_BLOCK", 150), ("_SHORTEST_LANE", 40)):
-        monkeypatch.setattr(files, name, size)
+        monkeypatch.setattr(compressor, name, size)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -21,8 +21,7 @@ from txl.serving.kept_stream import KeptStream, new_id, restored, snapshot
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 
-_WRITE_EVERY = 10.0
-"""Seconds between two writes of changed streams to the folder."""
+_WRITE_EVERY = 10.0  # seconds between two writes of changed streams to the folder
 _FILE = re.compile(r"stream-[0-9a-f]{32}\.safetensors")
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class KeptStreams:
         self.service, self._folder = service, folder
         self._streams: dict[str, KeptStream] = {}
         self._lock: TextIO | None = None
-        self._swept: asyncio.Task[None] | None = None
+        self._sweeping: asyncio.Task[None] | None = None
         self._stops = asyncio.Event()
         if folder is not None:
             self._open(folder)
@@ -54,11 +53,7 @@ class KeptStreams:
         return len(self._streams)
 
     def get(self, name: str) -> KeptStream:
-        """Return the stream with an id, and mark it as used now.
-
-        Raises:
-            ApiError: if no stream has this id.
-        """
+        """Return the stream with an id, and mark it as used now (ApiError if no stream has this id)."""
         stream = self._streams.get(name)
         if stream is None:
             raise ApiError(404, "no such stream; it was deleted, or nobody used it for too long", code="no_such_stream")
@@ -66,33 +61,21 @@ class KeptStreams:
         return stream
 
     def free(self, name: str) -> KeptStream:
-        """Return the stream with an id, if no other request is using the stream.
-
-        Raises:
-            ApiError: if no stream has this id, or the stream is busy.
-        """
+        """Return the stream with an id (ApiError if there is none, or another request is using it)."""
         stream = self.get(name)
         if stream.work is not None:
             raise ApiError(409, "the stream is busy with another request", code="busy", headers={"Retry-After": "1"})
         return stream
 
     def check_room(self) -> None:
-        """Raise an error if no more streams can be kept.
-
-        Raises:
-            ApiError: if `Limits.max_kept` streams are kept, with the time after which one may have expired.
-        """
-        limit = self.service.limits.max_kept
-        if len(self._streams) >= limit:
+        """Refuse another stream (ApiError) if `Limits.max_kept` are kept; tell when one may have expired."""
+        limits = self.service.limits
+        if len(self._streams) >= limits.max_kept:
             idle = time.monotonic() - min(stream.used for stream in self)
-            wait = max(1, math.ceil(self.service.limits.idle_seconds - idle))
-            raise ApiError(
-                429,
-                f"{limit} streams are kept already; delete one, or wait until one has been idle for "
-                f"{self.service.limits.idle_seconds:g} seconds",
-                code="too_many_streams",
-                headers={"Retry-After": str(min(wait, 3600))},
-            )
+            wait = max(1, math.ceil(limits.idle_seconds - idle))
+            message = f"{limits.max_kept} streams are kept already; delete one, or wait until one has been idle for "
+            message += f"{limits.idle_seconds:g} seconds"
+            raise ApiError(429, message, code="too_many_streams", headers={"Retry-After": str(min(wait, 3600))})
 
     def add(self, stream: KeptStream) -> KeptStream:
         """Add a stream, and return it."""
@@ -101,24 +84,16 @@ class KeptStreams:
         return stream
 
     def new(self, seed: int) -> KeptStream:
-        """Add and return a stream without tokens.
-
-        Raises:
-            ApiError: if no more streams can be kept.
-        """
+        """Add and return a stream without tokens (ApiError if no more can be kept)."""
         self.check_room()
         empty = self.service.empty
         return self.add(KeptStream(new_id(), empty, seed, earlier=deque([empty])))
 
     def fork(self, stream: KeptStream) -> KeptStream:
-        """Add and return a second stream that has read the same tokens.
-
-        Raises:
-            ApiError: if no more streams can be kept.
-        """
+        """Add and return a second stream that has read the same tokens (ApiError if no more can be kept)."""
         self.check_room()
-        same = stream.copy()
-        return self.add(KeptStream(new_id(), same.state, same.seed, same.drawn, same.totals, same.earlier, same.recent))
+        twin = stream.copy()
+        return self.add(KeptStream(new_id(), twin.state, twin.seed, twin.drawn, twin.totals, twin.earlier, twin.recent))
 
     def delete(self, stream: KeptStream) -> None:
         """Delete a stream with its file, and cancel the work in progress on the stream."""
@@ -131,19 +106,19 @@ class KeptStreams:
 
     def start(self) -> None:
         """Start the task that deletes idle streams and writes changed streams."""
-        self._swept = asyncio.create_task(self._sweep())
+        self._sweeping = asyncio.create_task(self._sweep())
 
     async def stop(self) -> None:
         """End the task, and write changed streams if there is a folder."""
-        if self._swept is not None:  # two writers at once would damage a file
+        if self._sweeping is not None:  # two writers at once would damage a file
             self._stops.set()
-            await asyncio.wait([self._swept])
+            await asyncio.wait([self._sweeping])
         for _ in range(100):  # the engine's thread has ended, but its last events may not be processed yet
             if all(stream.work is None for stream in self):
                 break
             await asyncio.sleep(0.01)
         if self._folder is not None:
-            for stream in [each for each in self if each.changed]:
+            for stream in [stream for stream in self if stream.changed]:
                 stream.changed = False
                 self._write(stream, stream)
         if self._lock is not None:
@@ -163,12 +138,12 @@ class KeptStreams:
             self._count()
 
     def _delete_idle(self, now: float) -> None:
-        for stream in [each for each in self if each.work is None]:
+        for stream in [stream for stream in self if stream.work is None]:
             if now - stream.used > self.service.limits.idle_seconds:
                 self.delete(stream)
 
     async def _write_changed(self) -> None:
-        for stream in [each for each in self if each.changed]:  # busy ones too: their state is a value
+        for stream in [stream for stream in self if stream.changed]:  # busy ones too: their state is a value
             stream.changed = False
             await asyncio.to_thread(self._write, stream, stream.copy())
             if stream.id not in self._streams:
@@ -216,7 +191,7 @@ class KeptStreams:
         for partial in list(folder.glob("stream-*.partial")):  # no other process writes here while the lock is held
             with suppress(OSError):
                 partial.unlink()
-        for path in sorted(each for each in folder.iterdir() if _FILE.fullmatch(each.name)):
+        for path in sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name)):
             if len(self) == self.service.limits.max_kept:
                 _logger.warning("%s was not loaded: %d streams are kept at most (--max-kept)", path, len(self))
                 continue
