@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "TXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "sse_starlette")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
+_LIMITS = {
+    "max_queue": "texts that wait for a turn (default: 128)",
+    "max_kept": "streams kept between requests (default: 64)",
+    "max_body": "bytes of a request (default: 8388608)",
+    "max_prompt": "tokens of a prompt (default: 1048576)",
+    "max_tokens": "tokens generated for one text (default: 65536)",
+}
 
 
 def add_parser(commands: Commands) -> None:
@@ -58,26 +65,13 @@ def add_parser(commands: Commands) -> None:
         "--allow-host", action="append", default=[], metavar="NAME", help="another name of this server; may be repeated"
     )
     access.add_argument(
-        "--allow-origin",
-        action="append",
-        default=[],
-        metavar="ORIGIN",
+        "--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="another site whose pages may use it; may be repeated",
-    )
-    limits = parser.group("limits")
-    limits.add_argument(
-        "--max-streams",
-        type=positive,
-        metavar="N",
-        help="texts generated at once (default: 8)",
-    )
-    limits.add_argument("--max-queue", type=positive, metavar="N", help="texts that wait for a turn (default: 128)")
-    limits.add_argument("--max-kept", type=positive, metavar="N", help="streams kept between requests (default: 64)")
-    limits.add_argument("--max-body", type=positive, metavar="N", help="bytes of a request (default: 8388608)")
-    limits.add_argument("--max-prompt", type=positive, metavar="N", help="tokens of a prompt (default: 1048576)")
-    limits.add_argument(
-        "--max-tokens", type=positive, metavar="N", help="tokens generated for one text (default: 65536)"
-    )
+    )  # fmt: skip
+    limits = parser.add_argument_group("limits")
+    limits.add_argument("--max-streams", type=positive, metavar="N", help="texts generated at once (default: 8)")
+    for name, text in _LIMITS.items():
+        limits.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=text)
     limits.add_argument(
         "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
@@ -248,6 +242,5 @@ def _key(given: str | None) -> str | None:
 def _limits(arguments: argparse.Namespace) -> Limits:
     from txl.serving.requests import Limits
 
-    names = ("max_queue", "max_kept", "max_body", "max_prompt", "max_tokens")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    return Limits(**given, **({} if arguments.idle is None else {"idle_seconds": arguments.idle}))
+    values = {name: getattr(arguments, name) for name in _LIMITS} | {"idle_seconds": arguments.idle}
+    return Limits(**{name: value for name, value in values.items() if value is not None})
