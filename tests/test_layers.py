@@ -122,8 +122,6 @@ def _speaks_in_options(path: Path) -> bool:
 TO_CONVERT = {
     "txl.attention.backends",
     "txl.attention.refused",
-    "txl.compression.coder",
-    "txl.compression.files",
     "txl.data.corpora",
     "txl.data.download",
     "txl.data.prepare",
@@ -134,10 +132,6 @@ TO_CONVERT = {
     "txl.interop.import_run",
     "txl.interop.new_directory",
     "txl.minutes.measured",
-    "txl.serving.app",
-    "txl.serving.guard",
-    "txl.serving.kept",
-    "txl.serving.service",
 }
 
 

@@ -146,9 +146,9 @@ def test_an_existing_file_is_replaced_only_by_force(command, tmp_path, monkeypat
     capsys.readouterr()
     for out in ("mine", "link"):
         assert main([*command, "-o", out]) == 2
-        assert capsys.readouterr().err == (
-            f"txl: error: --out {out} exists; add --force to replace it, or give another file\n"
-        )
+        [line] = capsys.readouterr().err.splitlines()
+        assert f"--out {out}" in line
+        assert "--force" in line
     assert Path("mine").read_bytes() == b"mine"
     assert main([*command, "--force", "-o", "mine"]) == 0
     assert Path("mine").read_bytes() == {"compress": Path("file").read_bytes(), "decompress": TEXT}[command[0]]
@@ -194,31 +194,30 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("words", "named"),
     [
-        (["compress", "TEXT", "-o", "OUT"], "expected one of --model DIR and --online"),
-        (["compress", "TEXT", "--model", "RUN", "--online", "-o", "OUT"], "expected one of --model DIR and --online"),
-        (["compress", "TEXT", "--online", "--mem-len", "3", "-o", "OUT"], "leave it out with --online"),
-        (["compress", "TEXT", "--online", "--data-dir", "RUN", "-o", "OUT"], "leave it out with --online"),
-        (["compress", "TEXT", "--online", "--dynamic", "-o", "OUT"], "learns anyway"),
-        (["compress", "TEXT", "--model", "RUN", "--seed", "3", "-o", "OUT"], "--seed is for --online"),
-        (["compress", "TEXT", "--model", "RUN", "--dynamic", "sgd", "-o", "OUT"], "--dynamic-learning-rate"),
-        (["compress", "TEXT", "--model", "RUN", "--dynamic-decay", "1", "-o", "OUT"], "belongs to --dynamic"),
-        (["compress", "TEXT", "--online", "-o", "TEXT"], ": the source itself"),
-        (["compress", "TEXT", "--online", "--json", "-o", "-"], "both write to standard output"),
-        (["compress", "NOWHERE", "--online", "-o", "OUT"], "No such file"),
-        (["decompress", "TEXT", "-o", "OUT"], "not a file of txl compress"),
-        (["decompress", "TEXT", "--checkpoint", "best", "-o", "OUT"], "--checkpoint belongs to --model"),
-        (["decompress", "TEXT", "--data-dir", "RUN", "-o", "OUT"], "--data-dir belongs to --model"),
+        ("compress TEXT -o OUT", ("--model", "--online")),
+        ("compress TEXT --model RUN --online -o OUT", ("--model", "--online")),
+        ("compress TEXT --online --mem-len 3 -o OUT", ("--mem-len", "--online")),
+        ("compress TEXT --online --data-dir RUN -o OUT", ("--data-dir", "--online")),
+        ("compress TEXT --online --dynamic -o OUT", ("--dynamic", "--online")),
+        ("compress TEXT --model RUN --seed 3 -o OUT", ("--seed", "--online")),
+        ("compress TEXT --model RUN --dynamic sgd -o OUT", ("--dynamic", "--dynamic-learning-rate")),
+        ("compress TEXT --model RUN --dynamic-decay 1 -o OUT", ("--dynamic-decay", "--dynamic rms")),
+        ("compress TEXT --online -o TEXT", ("--out",)),
+        ("compress TEXT --online --json -o -", ("--out", "--json")),
+        ("compress NOWHERE --online -o OUT", ("nowhere",)),
+        ("decompress TEXT -o OUT", ("text",)),
+        ("decompress TEXT --checkpoint best -o OUT", ("--checkpoint", "--model")),
+        ("decompress TEXT --data-dir RUN -o OUT", ("--data-dir", "--model")),
     ],
 )
-def test_mistakes_in_one_line(run, tmp_path, capsys, arguments, said):
+def test_mistakes_in_one_line(run, tmp_path, capsys, words, named):
     names = {"TEXT": tmp_path / "text", "OUT": tmp_path / "out", "RUN": run, "NOWHERE": tmp_path / "nowhere"}
     names["TEXT"].write_bytes(TEXT)
-    assert main([str(names.get(each, each)) for each in arguments]) == 2
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
+    assert main([str(names.get(word, word)) for word in words.split()]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert all(name in line for name in named)
     assert not names["OUT"].exists()
 
 

@@ -353,8 +353,8 @@ def test_the_engine_waits_for_a_client_that_does_not_read(server_with, path):
     limit = 20_000
     server = server_with(Limits(max_reported=limit, max_tokens=200_000))
     stream, outboxes = new(server), []
-    service, real = server.service, server.service.submit
-    service.submit = lambda works: (outboxes.extend(work.outbox for work in works), real(works))
+    scheduler, real = server.service.scheduler, server.service.scheduler.submit
+    scheduler.submit = lambda works: (outboxes.extend(work.outbox for work in works), real(works))
     body: dict[str, Any] = {"stream": True, "logprobs": 20}
     body |= {"text": TEXT * 1000} if path == "append" else {"max_tokens": 200_000}
     body |= {"prompt": "a"} if path == "completions" else {}

@@ -9,24 +9,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from txl.commands.arguments import check_output_file, existing_run, standard_input, tested_lengths
 from txl.commands.options import add_checkpoint, add_data_dir, add_json, add_memory_options
 from txl.commands.output import output, print_json, progress_bar, say
 from txl.commands.parser import Commands, Parser
-from txl.config.values import from_plain
-from txl.errors import UserError
+from txl.config.values import from_plain, require
+from txl.errors import Field, UserError
 from txl.runs.events import EventName
 
 if TYPE_CHECKING:
     from txl.compression.compressor import CodingModel, DynamicRecipe, Sizes
     from txl.data.prepared import Tokens
 
-_LEARNING_RATE = 0.03
-"""Learning rate of sgd for a run whose log has no dynamic evaluation."""
+_LEARNING_RATE = 0.03  # of sgd for a run whose log has no dynamic evaluation
 
 
 def add_parser(commands: Commands) -> None:
@@ -94,56 +93,60 @@ def _add_ends(parser: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Compress the file, and print sizes and speed."""
-    if (arguments.model is None) != arguments.online:
-        raise UserError("expected one of --model DIR and --online")
-    of_model = ("mem_len", "window", "clamp_len", "checkpoint", "data_dir")
-    given = [name for name in of_model if getattr(arguments, name) is not None]
-    if arguments.online and given:
-        raise UserError(f"--{given[0].replace('_', '-')} is for a trained model; leave it out with --online")
-    rule_options = ("dynamic_learning_rate", "dynamic_decay", "segment")
-    given = [name for name in rule_options if getattr(arguments, name) is not None]
-    if given and arguments.dynamic not in ("rms", "sgd"):
-        raise UserError(f"--{given[0].replace('_', '-')} belongs to --dynamic rms or --dynamic sgd")
-    if arguments.online and arguments.dynamic:
-        raise UserError("--online and --dynamic were both given; an online model learns anyway")
-    if arguments.seed is not None and not arguments.online:
-        raise UserError("--seed is for --online alone; a trained model has its weights")
-    if arguments.seed is not None and not 0 <= arguments.seed < 2**63:
-        raise UserError(f"--seed is {arguments.seed}; expected 0 to 2^63 - 1")
+    _check(arguments)
     with _source(arguments) as (source, like):
         from txl.compression.compressor import compress
         from txl.compression.learning import OnlineRecipe
 
-        verify: list[str] = []
+        model = dynamic = online = None
         if arguments.online:
-            recipe = OnlineRecipe()
-            coded: dict[str, Any] = {
-                "online": recipe if arguments.seed is None else replace(recipe, seed=arguments.seed)
-            }
+            online = OnlineRecipe() if arguments.seed is None else OnlineRecipe(seed=arguments.seed)
         else:
-            coded = {"model": _load(arguments, lengths=True), "dynamic": _dynamic(arguments)}
-            for name in ("model", "checkpoint", "data_dir"):
-                if getattr(arguments, name) is not None:
-                    verify.append(f"--{name.replace('_', '-')}={getattr(arguments, name)}")
+            model, dynamic = _load(arguments, lengths=True), _dynamic(arguments)
+        same = {name: getattr(arguments, name) for name in ("model", "checkpoint", "data_dir")}
+        verify = [f"--{name.replace('_', '-')}={value}" for name, value in same.items() if value is not None]
         start = time.perf_counter()
         progress, move = progress_bar("compressing", quiet=arguments.json or like is None)
         with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
             sizes = compress(
                 source,
                 sink,
+                model=model,
+                dynamic=dynamic,
+                online=online,
                 lanes=arguments.lanes,
                 verify=None if arguments.no_verify else verify,
                 progress=lambda text, _: move(text, like.st_size if like else 0),
-                **coded,
             )
         _report(arguments, sizes, time.perf_counter() - start, verified=not arguments.no_verify)
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, before anything is loaded."""
+
+    def given(*names: str) -> str | None:
+        return next((name for name in names if getattr(arguments, name) is not None), None)
+
+    if (arguments.model is None) != arguments.online:
+        raise UserError(("expected one of ", Field("model"), " and ", Field("online")))
+    of_model = given("mem_len", "window", "clamp_len", "checkpoint", "data_dir", "dynamic")
+    if arguments.online and of_model:
+        raise UserError("for a trained model", field=of_model, remedy=("leave it out with ", Field("online")))
+    of_rule = given("dynamic_learning_rate", "dynamic_decay", "segment")
+    if of_rule and arguments.dynamic not in ("rms", "sgd"):
+        expected = (Field("dynamic", "rms"), " or ", Field("dynamic", "sgd"), " with it")
+        raise UserError("no other settings", field=of_rule, expected=expected)
+    if arguments.seed is not None and not arguments.online:
+        raise UserError("a trained model has its weights", field="seed", remedy=("use it with ", Field("online")))
+    if arguments.seed is not None:
+        require(0 <= arguments.seed < 2**63, "seed", arguments.seed, "0 to 2^63 - 1")
+
+
 def run_decompress(arguments: argparse.Namespace) -> None:
     """Decompress the file, and print sizes and speed."""
-    given = [name for name in ("checkpoint", "data_dir") if getattr(arguments, name) is not None]
-    if given and arguments.model is None:
-        raise UserError(f"--{given[0].replace('_', '-')} belongs to --model DIR, which is missing")
+    for name in ("checkpoint", "data_dir"):
+        if getattr(arguments, name) is not None and arguments.model is None:
+            raise UserError("the model is missing", field=name, expected=(Field("model", "DIR"), " with it"))
     with _source(arguments) as (source, like):
         from txl.compression.compressor import decompress
 
@@ -167,16 +170,18 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], os.stat_
     path = None if arguments.file == "-" else Path(arguments.file)
     check_output_file(None if arguments.out == "-" else arguments.out, path)
     if arguments.out != "-" and not arguments.force and Path(arguments.out).is_file():
-        raise UserError(f"--out {arguments.out} exists; add --force to replace it, or give another file")
+        remedy = ("add ", Field("force"), " to replace it, or give another file")
+        raise UserError("it exists", field="out", value=arguments.out, remedy=remedy)
     if arguments.out == "-" and arguments.json:
-        raise UserError("--json and -o - both write to standard output; leave out --json, or write to a file")
+        remedy = ("leave out ", Field("json"), ", or write to a file")
+        raise UserError("standard output is for the result", field="out", value="-", remedy=remedy)
     if arguments.out == "-" and sys.stdout.isatty() and arguments.command == "compress":
-        raise UserError("-o - would write a compressed file to the terminal; name a file, or pipe it on")
+        raise UserError("a terminal", field="out", value="-", expected="a file or a pipe for compressed bytes")
     if path is None:
         yield standard_input(), None
         return
     if path.is_dir():
-        raise UserError(f"{path} is a folder; expected a file")
+        raise UserError("a folder", value=path, expected="a file")
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         yield file, status if stat.S_ISREG(status.st_mode) else None
@@ -191,9 +196,8 @@ def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:
     run_directory = RunDirectory(existing_run(arguments.model))
     model, vocabulary = run_directory.load(run_directory.checkpoint(arguments.checkpoint), device="cpu")
     if vocabulary is None:
-        raise UserError(
-            f"{run_directory.path} has no vocabulary to read the file with; import it again with --vocabulary FILE"
-        )
+        remedy = ("import it again with ", Field("vocabulary"))
+        raise UserError("no vocabulary to read the file with", value=run_directory.path, remedy=remedy)
 
     def training() -> Tokens:
         corpus = open_run_corpus(run_directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
@@ -218,19 +222,21 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
             say(f"note: no dynamic evaluation of this run is in its log; sgd at learning rate {_LEARNING_RATE} is used")
             return DynamicRecipe(Adaptation("sgd", _LEARNING_RATE))
         used = measured[-1]["dynamic"]
-        names = {each.name for each in fields(Adaptation)}
+        names = {field.name for field in fields(Adaptation)}
         recipe = {name: used[name] for name in ("statistics_segments", "statistics_batch_size") if name in used}
         recipe["adaptation"] = {name: value for name, value in used.items() if name in names}
         recipe["segment"] = measured[-1]["segment"]
         try:
             return from_plain(DynamicRecipe, recipe)
         except UserError:
-            raise UserError(
-                f"{run.path / 'log.jsonl'}: the newest dynamic evaluation is damaged; give --dynamic sgd "
-                f"--dynamic-learning-rate X"
-            ) from None
+            remedy = ("give ", Field("dynamic", "sgd"), " and ", Field("dynamic_learning_rate"))
+            damage = "the newest dynamic evaluation is damaged"
+            raise UserError(damage, value=run.path / "log.jsonl", remedy=remedy) from None
     if arguments.dynamic_learning_rate is None:
-        raise UserError(f"--dynamic {arguments.dynamic} needs --dynamic-learning-rate; txl dynamic finds one")
+        expected = (Field("dynamic_learning_rate"), " with it")
+        raise UserError(
+            "no rate", field="dynamic", value=arguments.dynamic, expected=expected, remedy="txl dynamic finds one"
+        )
     adaptation = Adaptation(arguments.dynamic, arguments.dynamic_learning_rate, arguments.dynamic_decay or 0.0)
     return DynamicRecipe(adaptation, 128 if arguments.segment is None else arguments.segment)
 
@@ -239,17 +245,9 @@ def _report(arguments: argparse.Namespace, sizes: Sizes, seconds: float, **more:
     """Print sizes and speed, on standard error or as one JSON object."""
     bits = 8 * sizes.file / sizes.text if sizes.text else None
     if arguments.json:
-        print_json(
-            {
-                "bytes": sizes.text,
-                "compressed_bytes": sizes.file,
-                "payload_bytes": sizes.payload,
-                "bits_per_byte": bits,
-                "seconds": seconds,
-                "bytes_per_second": sizes.text / seconds,
-                **more,
-            }
-        )
+        result = {"bytes": sizes.text, "compressed_bytes": sizes.file, "payload_bytes": sizes.payload}
+        speeds = {"bits_per_byte": bits, "seconds": seconds, "bytes_per_second": sizes.text / seconds}
+        print_json(result | speeds | more)
         return
     shown = "" if bits is None else f", {bits:.4f} bits per byte"
     there, back = (sizes.text, sizes.file) if arguments.command == "compress" else (sizes.file, sizes.text)

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from txl.commands.arguments import pick_device, run_to_read, tested_lengths
 from txl.commands.options import add_checkpoint, add_device, add_memory_options, not_empty, positive
 from txl.commands.output import say
-from txl.commands.parser import Commands
-from txl.errors import UserError
+from txl.commands.parser import Commands, typed
+from txl.errors import Field, UserError
 
 if TYPE_CHECKING:
     from txl.config import EvalConfig
@@ -37,6 +37,47 @@ _LIMITS = {
 }
 
 
+@typed("0 to 65535")
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 1 << 16:
+        raise ValueError
+    return port
+
+
+@typed("seconds above 0")
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError
+    return seconds
+
+
+@typed("printable characters, in one line")
+def _name(text: str) -> str:
+    if not text.isprintable() or not text:
+        raise ValueError
+    return text
+
+
+@typed("a host name without scheme and port (lm.example.org)")
+def _host(text: str) -> str:
+    if urlsplit(f"//{text}").hostname != text.lower() or not re.fullmatch(r"[\w.:-]+", text, re.ASCII):
+        raise ValueError
+    return text
+
+
+@typed("scheme, host and port as a browser sends them (https://example.org)")
+def _origin(text: str) -> str:
+    """Return what a browser could send as `Origin`: in small letters, without path and default port."""
+    parts = urlsplit(text)
+    has_default_port = parts.port is not None and parts.port == {"http": 80, "https": 443}.get(parts.scheme)
+    is_plain = bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}".lower()
+    if text != "null" and (not is_plain or has_default_port):
+        raise ValueError
+    return text
+
+
 def add_parser(commands: Commands) -> None:
     """Add the command to the command line."""
     parser = commands.add_parser(
@@ -48,9 +89,9 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("directory", metavar="DIR", help="a run directory")
     parser.add_argument("--host", default="127.0.0.1", metavar="NAME", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="port; 0: any free one (default: 8000)")
+    parser.add_argument("--port", type=_port, default=8000, metavar="N", help="port; 0: any free one (default: 8000)")
     parser.add_argument(
-        "--name", type=not_empty, metavar="NAME", help="the model's name for clients (default: the directory's)"
+        "--name", type=_name, metavar="NAME", help="the model's name for clients (default: the directory's)"
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), help="precision of weights and memory (default: the run's)"
@@ -62,18 +103,19 @@ def add_parser(commands: Commands) -> None:
         "--api-key", metavar="KEY", help=f"key that clients have to send (default: ${KEY_VARIABLE}, or none)"
     )
     access.add_argument(
-        "--allow-host", action="append", default=[], metavar="NAME", help="another name of this server; may be repeated"
-    )
+        "--allow-host", type=_host, action="append", default=[], metavar="NAME",
+        help="another name of this server; may be repeated",
+    )  # fmt: skip
     access.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN",
+        "--allow-origin", type=_origin, action="append", default=[], metavar="ORIGIN",
         help="another site whose pages may use it; may be repeated",
     )  # fmt: skip
-    limits = parser.add_argument_group("limits")
+    limits = parser.group("limits")
     limits.add_argument("--max-streams", type=positive, metavar="N", help="texts generated at once (default: 8)")
     for name, text in _LIMITS.items():
         limits.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=text)
     limits.add_argument(
-        "--idle", type=float, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
+        "--idle", type=_seconds, metavar="SECONDS", help="time after which an unused stream is deleted (default: 3600)"
     )
     limits.add_argument(
         "--streams",
@@ -88,12 +130,12 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal stops the server."""
     began = time.perf_counter()
-    _check(arguments)
+    key = _key(arguments.api_key)
     run_directory, config, checkpoint = run_to_read(arguments)
     lengths = tested_lengths(arguments, config).options()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
-        raise UserError(f"txl serve needs {', '.join(missing)}: pip install 'transformer-xl[serve]'")
+        raise UserError(f"txl serve needs {', '.join(missing)}", remedy="pip install 'transformer-xl[serve]'")
     import torch
 
     from txl.allocator import keep_freed_memory
@@ -110,13 +152,12 @@ def run(arguments: argparse.Namespace) -> None:
         torch.set_num_threads(1)
         model, vocabulary = run_directory.load(checkpoint, device=pick_device(arguments.device))
         if vocabulary is None:
-            raise UserError(
-                f"{run_directory.path} has no vocabulary to serve text with; import it again with --vocabulary FILE"
-            )
+            remedy = ("import it again with ", Field("vocabulary"))
+            raise UserError("no vocabulary to serve text with", value=run_directory.path, remedy=remedy)
         served = Served(
             model,
             vocabulary,
-            served_name(run_directory.path) if arguments.name is None else arguments.name,
+            arguments.name or served_name(run_directory.path),
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,
@@ -124,8 +165,7 @@ def run(arguments: argparse.Namespace) -> None:
             **lengths,
         )
         service = Service(served, _limits(arguments))
-        key = _key(arguments.api_key)
-        hosts = tuple(each.lower() for each in (arguments.host, *arguments.allow_host))
+        hosts = tuple(name.lower() for name in (arguments.host, *arguments.allow_host))
         access = Access(key, hosts, tuple(arguments.allow_origin))
         app = build_app(service, access, None if arguments.streams is None else Path(arguments.streams))
         kept: KeptStreams = app.app.state.kept
@@ -187,55 +227,16 @@ def _farewell(kept: KeptStreams, folder: str | None) -> str:
     return f"stopped; {_streams(len(kept))} lost, --streams DIR saves them" if len(kept) else "stopped"
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    """Refuse invalid numbers and keys, before anything is loaded."""
-    if not 0 <= arguments.port < 1 << 16:
-        raise UserError(f"--port is {arguments.port}; expected 0 to 65535")
-    if arguments.idle is not None and not 0 < arguments.idle < float("inf"):
-        raise UserError(f"--idle is {arguments.idle}; expected seconds above 0")
-    if arguments.name is not None and not arguments.name.isprintable():
-        raise UserError(f"--name is {arguments.name!r}; expected printable characters, in one line")
-    _key(arguments.api_key)
-    for host in arguments.allow_host:
-        if not _is_host(host):
-            raise UserError(f"--allow-host is {host}; expected a host name without scheme and port (lm.example.org)")
-    for origin in arguments.allow_origin:
-        if not _is_origin(origin):
-            raise UserError(
-                f"--allow-origin is {origin}; expected scheme, host and port as a browser sends them "
-                f"(https://example.org)"
-            )
-
-
-def _is_host(name: str) -> bool:
-    try:
-        plain = urlsplit(f"//{name}").hostname == name.lower()
-    except ValueError:
-        return False
-    return plain and re.fullmatch(r"[\w.:-]+", name, re.ASCII) is not None
-
-
-def _is_origin(text: str) -> bool:
-    """Return whether a browser could send the text as `Origin`: in small letters, without path and default port."""
-    try:
-        parts = urlsplit(text)
-        default_port = parts.port is not None and parts.port == {"http": 80, "https": 443}.get(parts.scheme)
-    except ValueError:
-        return False
-    plain = bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}".lower()
-    return text == "null" or (plain and not default_port)
-
-
-def _key(given: str | None) -> str | None:
+def _key(option: str | None) -> str | None:
     """Return the key that clients must send, from the option, else from the environment; None: no key is set."""
-    name, key = ("--api-key", given) if given is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
-    if not key and given is None:
+    name, key = ("api_key", option) if option is not None else (KEY_VARIABLE, os.environ.get(KEY_VARIABLE))
+    if not key and option is None:
         return None
     key = (key or "").strip()  # clients' keys are stripped too
     if not key:
-        raise UserError(f"{name} is empty; leave it out to ask for none")
+        raise UserError("empty", field=name, remedy="leave it out to ask for none")
     if not (key.isascii() and key.isprintable()):
-        raise UserError(f"{name} holds characters that HTTP headers cannot carry; expected printable ASCII")
+        raise UserError("it holds characters that HTTP headers cannot carry", field=name, expected="printable ASCII")
     return key
 
 

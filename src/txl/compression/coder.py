@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.errors import CommandFailed
+from txl.errors import CommandFailed, Field
 
 TOTAL = 1 << 30  # sum of a lane's frequencies, up to the rounding of the probabilities
 _WIDTH = 64
@@ -111,7 +111,8 @@ class Frequencies:
         if not bool(torch.isfinite(probabilities).all()):
             raise CommandFailed(
                 "the model's probabilities are not finite numbers; its weights are damaged, or have diverged while "
-                "adapting (use a smaller --dynamic-learning-rate)"
+                "adapting",
+                remedy=("use a smaller ", Field("dynamic_learning_rate")),
             )
         n_lane, n_token = probabilities.shape
         reserved = 0

@@ -23,7 +23,7 @@ from txl.config import Lengths
 from txl.config.values import from_plain
 from txl.data.prepared import Tokens
 from txl.data.vocabulary import ByteVocabulary, Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel
@@ -193,19 +193,19 @@ def decompress(
         raise UserError(f"{name} can be decoded only where it was made; the differences here: {apart}")
     if ("online" in header) != (load is None):
         if load is None:
-            raise UserError(f"{name} was made with a model; name its run directory with --model")
-        raise UserError(f"{name} was made with --online and needs no model; leave --model out")
+            raise UserError(f"{name} was made with a model", remedy=("name its run directory with ", Field("model")))
+        raise UserError(f"{name} was made without a model", remedy=("leave ", Field("model"), " out"))
     model = None if load is None else load()
     if model is not None and model.identity() != header.get("model"):
         raise UserError(
-            f"{name} was made with another model (weights, configuration or vocabulary differ); if the run has been "
-            f"trained on since, name the checkpoint of then with --checkpoint"
+            f"{name} was made with another model (weights, configuration or vocabulary differ)",
+            remedy=("if the run has been trained on since, name the checkpoint of then with ", Field("checkpoint")),
         )
     setup = _Setup(header, model)
     if "statistics" in header and setup.statistics != header["statistics"]:
         raise UserError(
-            f"{name} cannot be decoded here: the training split gives other gradient statistics; give the text that "
-            f"the model was trained on (--data-dir)"
+            f"{name} cannot be decoded here: the training split gives other gradient statistics",
+            remedy=("give the text that the model was trained on (", Field("data_dir"), ")"),
         )
     if setup.probe() != header.get("probe"):
         raise UserError(f"{name} cannot be decoded here: the same model gives other numbers on this machine")
@@ -237,7 +237,7 @@ class _Setup:
             raise UserError("this version of txl cannot read the file's header")
         for name, value in lengths.items():
             if type(value) is not int and (name == "mem_len" or value not in (None, "none")):
-                raise UserError(f"the file's header has {name} {value!r}; expected a whole number")
+                raise UserError("wrong in the file's header", field=name, value=value, expected="a whole number")
         self._lanes, self.block, self._model = lanes, block, model
         self._online = None if model is not None else OnlineRecipe.from_plain(header.get("online"))
         self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)

@@ -60,7 +60,7 @@ class OnlineRecipe:
         ):
             value = getattr(self, name)
             if not least <= value < below:
-                raise UserError(f"{name} of the online recipe is {value}; expected at least {least}, below {below}")
+                raise UserError(field=f"online.{name}", value=value, expected=f"at least {least}, below {below}")
 
     def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; for the model, its family and the settings that are not defaults."""

@@ -23,7 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from txl.errors import STOP_SIGNALS, UserError
+from txl.errors import STOP_SIGNALS, Field, UserError
 from txl.files import reason_of
 from txl.serving import stream_routes
 from txl.serving.completions import completions
@@ -31,6 +31,7 @@ from txl.serving.exchange import beside, checked_ids, encoded
 from txl.serving.guard import Access, Guard
 from txl.serving.kept_streams import KeptStreams
 from txl.serving.requests import ApiError, body_of, json_response
+from txl.serving.scheduler import ENGINE_FAILED
 from txl.serving.schemas import DetokenizeRequest, TokenizeRequest, checked
 from txl.serving.service import Service
 
@@ -111,7 +112,7 @@ async def _page(request: Request) -> Response:
 async def _health(request: Request) -> Response:
     service: Service = request.app.state.service
     if not service.scheduler.is_alive():
-        raise ApiError(503, "the engine has failed; see the server's log", headers={"Retry-After": "60"})
+        raise ApiError(503, ENGINE_FAILED, headers={"Retry-After": "60"})
     return json_response({"status": "ok"})
 
 
@@ -191,7 +192,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise UserError(f"--host {host} is no address of this machine ({reason_of(error)}); try 127.0.0.1") from None
+        problem = f"no address of this machine ({reason_of(error)})"
+        raise UserError(problem, field="host", value=host, remedy="try 127.0.0.1") from None
     family, _, _, _, address = addresses[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -200,9 +202,8 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listening.listen(512)
     except OSError as error:
         listening.close()
-        raise UserError(
-            f"cannot listen at {host} port {port} ({error.strerror}); give another --host or --port"
-        ) from None
+        remedy = ("give another ", Field("host"), " or ", Field("port"))
+        raise UserError(f"cannot listen at {host} port {port} ({error.strerror})", remedy=remedy) from None
     return listening
 
 

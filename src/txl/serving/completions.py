@@ -173,7 +173,7 @@ async def completions(request: Request) -> Response:
     prompts = await _prompts(request, fields)
     outbox = Outbox(fields.stream, len(prompts), service.limits.max_reported if fields.stream else None)
     works = [_work(number, prompt, fields, outbox, service) for number, prompt in enumerate(prompts)]
-    service.submit(works)
+    service.scheduler.submit(works)
     answer = _Answer(prompts, fields, service)
     if fields.stream:
         return event_stream(answer.chunks(outbox), works, service)

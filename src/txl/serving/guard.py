@@ -130,33 +130,23 @@ class Guard:
     def _check_host(self, host: str | None) -> None:
         name = _split(f"//{host}").hostname if host and not set(host) & set("/@?#\\ ") else None
         if name is None or not (name == "localhost" or _is_address(name) or name in self._access.hosts):
-            raise ApiError(
-                403,
-                "this Host is not served here; start the server with --allow-host NAME to allow it",
-                code="bad_host",
-            )
+            message = "this Host is not served here; who runs the server can allow it (allow_host)"
+            raise ApiError(403, message, code="bad_host")
 
     def _check_origin(self, origin: str | None, host: str | None) -> None:
         if origin is None or origin in self._access.origins:
             return
         if _split(origin).netloc.lower() != (host or "").lower() or origin == "null":
-            raise ApiError(
-                403,
-                "pages of another origin may not ask here; start the server with --allow-origin ORIGIN to allow it",
-                code="bad_origin",
-            )
+            message = "pages of another origin may not ask here; who runs the server can allow it (allow_origin)"
+            raise ApiError(403, message, code="bad_origin")
 
     def _check_key(self, path: str, authorization: str | None) -> None:
         if self._key is None or path in _OPEN or path.startswith(_STATIC):
             return
         scheme, _, given = (authorization or "").partition(" ")
         if not (hmac.compare_digest(_digest(given.strip()), self._key) and scheme.lower() == "bearer"):
-            raise ApiError(
-                401,
-                "a valid key is needed: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message, headers = "a valid key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the whole body, after checking its type, its size and the time of its arrival."""

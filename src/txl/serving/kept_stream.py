@@ -171,7 +171,7 @@ class Operation:
         """
         decoder = service.texts.decoder_after(self.stream.tail)
         try:
-            service.submit([self.work])
+            service.scheduler.submit([self.work])
         except ApiError:
             self.stream.work = None
             raise

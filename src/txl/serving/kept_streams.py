@@ -183,17 +183,15 @@ class KeptStreams:
             self._lock = open(folder / ".lock", "w")  # noqa: SIM115 (closed when the server stops)
             portalocker.lock(self._lock, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
         except portalocker.AlreadyLocked:
-            raise UserError(
-                f"--streams {folder}: another server keeps its streams there; give another folder"
-            ) from None
+            raise _unusable(folder, "another server keeps its streams there") from None
         except (OSError, portalocker.LockException) as error:
-            raise UserError(f"--streams {folder} cannot be used ({reason_of(error)}); give another folder") from None
+            raise _unusable(folder, f"cannot be used ({reason_of(error)})") from None
         for partial in list(folder.glob("stream-*.partial")):  # no other process writes here while the lock is held
             with suppress(OSError):
                 partial.unlink()
         for path in sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name)):
             if len(self) == self.service.limits.max_kept:
-                _logger.warning("%s was not loaded: %d streams are kept at most (--max-kept)", path, len(self))
+                _logger.warning("%s was not loaded: %d streams are kept at most (max_kept)", path, len(self))
                 continue
             try:
                 stream = restored(path.read_bytes(), self.service, path.stem)
@@ -203,3 +201,7 @@ class KeptStreams:
                 continue
             stream.changed = False
             self.add(stream)
+
+
+def _unusable(folder: Path, problem: str) -> UserError:
+    return UserError(problem, field="streams", value=folder, remedy="give another folder")

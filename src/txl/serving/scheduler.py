@@ -24,6 +24,7 @@ from txl.generation.reading import PROMPT_SEGMENT, TextReading
 from txl.generation.sampling import NO_NUMBERS
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
+from txl.serving.requests import ApiError
 from txl.serving.work import (
     CHECKPOINT_EVERY,
     Continuation,
@@ -38,16 +39,9 @@ from txl.serving.work import (
 )
 
 _SCORED_AT_ONCE = 1 << 22  # log-probabilities (rows times vocabulary) computed at once when text is scored
+ENGINE_FAILED = "the engine has failed; see the server's log"
 _PAUSE = 0.005  # seconds between two checks whether a client has received more of its event stream
 _logger = logging.getLogger(__name__)
-
-
-class Unavailable(Exception):
-    """Error: the queue is full, the server is stopping, or the engine has failed."""
-
-    def __init__(self, message: str, status: int, retry_after: int):
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
 
 
 class Scheduler(threading.Thread):
@@ -80,16 +74,17 @@ class Scheduler(threading.Thread):
         """Queue works, all or none of them.
 
         Raises:
-            Unavailable: if the queue is full, or the scheduler is stopping or has failed.
+            ApiError: if the queue is full, or the scheduler is stopping or has failed.
         """
         size = sum(work.size for work in works)
         with self._lock:
             if not self._accepting:
-                raise Unavailable("the server is stopping", 503, 5)
+                raise ApiError(503, "the server is stopping", headers={"Retry-After": "5"})
             if not self.is_alive():
-                raise Unavailable("the engine has failed; see the server's log", 503, 60)
+                raise ApiError(503, ENGINE_FAILED, headers={"Retry-After": "60"})
             if self._queued and self._queued + size > self.max_queue:
-                raise Unavailable(f"{self._queued} texts are waiting already; try again later", 429, 1)
+                message = f"{self._queued} texts are waiting already; try again later"
+                raise ApiError(429, message, headers={"Retry-After": "1"})
             self._queued += size
             for work in works:
                 self._inbox.put(work)

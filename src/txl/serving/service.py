@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 import txl
 from txl.config.sections import Limit
 from txl.data.vocabulary import Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel
@@ -24,9 +23,8 @@ from txl.native.build import identity
 from txl.runs.digests import model_digest
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
-from txl.serving.scheduler import Scheduler, Unavailable
+from txl.serving.scheduler import Scheduler
 from txl.serving.texts import Texts
-from txl.serving.work import Work
 
 
 @dataclass(frozen=True)
@@ -105,13 +103,6 @@ class Service:
             self._farewell = anyio.Event()
         return self._farewell
 
-    def submit(self, works: Sequence[Work]) -> None:
-        """Queue works (ApiError if the queue is full, the server is stopping, or the engine has failed)."""
-        try:
-            self.scheduler.submit(works)
-        except Unavailable as refused:
-            raise ApiError(refused.status, str(refused), headers={"Retry-After": str(refused.retry_after)}) from None
-
     def check_model(self, name: str) -> None:
         """Refuse the name of another model (ApiError)."""
         if name != self.model_id:
@@ -147,5 +138,5 @@ def served_name(directory: Path) -> str:
     """
     name = directory.resolve().name
     if not name:
-        raise UserError(f"{directory} has no name to serve it under; give --name")
+        raise UserError("no name to serve it under", value=directory, remedy=("give ", Field("name")))
     return name
