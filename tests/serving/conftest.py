@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,7 @@ class Running:
 @contextmanager
 def running(service: Service, access: Access = OPEN, folder: Path | None = None) -> Iterator[Running]:
     listening = bound_socket("127.0.0.1", 0)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)  # a client that does not read is noticed soon
     app = build_app(service, access, folder)
     started, stops = threading.Event(), []
 

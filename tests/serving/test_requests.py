@@ -119,7 +119,7 @@ def test_bodies_that_take_long_are_refused_before_they_are_read(body, reason, mo
 def test_surrogates_are_sought_in_bodies_with_escapes_only(monkeypatch):
     with pytest.raises(ApiError, match=r"stop has half a surrogate pair \(U\+D83D at character 100000\)"):
         parsed(('{"prompt": 1, "stop": ["' + "a" * 100_000 + '\\ud83d"]}').encode())
-    monkeypatch.setattr(requests, "_check_characters", lambda *_: pytest.fail("sought"))
+    monkeypatch.setattr(requests, "_refuse_surrogates", lambda *_: pytest.fail("sought"))
     assert parsed('{"prompt": "a\\n\U0001f600"}'.encode()) == {"prompt": "a\n\U0001f600"}
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -106,8 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         same = {name: getattr(arguments, name) for name in ("model", "checkpoint", "data_dir")}
         verify = [f"--{name.replace('_', '-')}={value}" for name, value in same.items() if value is not None]
         start = time.perf_counter()
-        progress, move = progress_bar("compressing", quiet=arguments.json or like is None)
-        with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
+        with _sink(arguments, like, "compressing") as (sink, move):
             sizes = compress(
                 source,
                 sink,
@@ -116,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
                 online=online,
                 lanes=arguments.lanes,
                 verify=None if arguments.no_verify else verify,
-                progress=lambda text, _: move(text, like.st_size if like else 0),
+                progress=lambda text, _: move(text),
             )
         _report(arguments, sizes, time.perf_counter() - start, verified=not arguments.no_verify)
 
@@ -150,16 +149,14 @@ def run_decompress(arguments: argparse.Namespace) -> None:
     with _source(arguments) as (source, like):
         from txl.compression.compressor import decompress
 
-        name = "standard input" if arguments.file == "-" else arguments.file
         start = time.perf_counter()
-        progress, move = progress_bar("decompressing", quiet=arguments.json or like is None)
-        with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
+        with _sink(arguments, like, "decompressing") as (sink, move):
             sizes = decompress(
                 source,
                 sink,
-                name=name,
+                name="standard input" if arguments.file == "-" else arguments.file,
                 load=None if arguments.model is None else lambda: _load(arguments, lengths=False),
-                progress=lambda _, file: move(file, like.st_size if like else 0),
+                progress=lambda _, file: move(file),
             )
         _report(arguments, sizes, time.perf_counter() - start)
 
@@ -185,6 +182,16 @@ def _source(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], os.stat_
     with open(path, "rb") as file:
         status = os.fstat(file.fileno())
         yield file, status if stat.S_ISREG(status.st_mode) else None
+
+
+@contextmanager
+def _sink(
+    arguments: argparse.Namespace, like: os.stat_result | None, title: str
+) -> Iterator[tuple[IO[bytes], Callable[[int], None]]]:
+    """Yield the opened destination, and a function that shows how many bytes of the source are done."""
+    progress, move = progress_bar(title, quiet=arguments.json or like is None)
+    with progress, output(None if arguments.out == "-" else arguments.out, binary=True, like=like) as sink:
+        yield sink, lambda done: move(done, 0 if like is None else like.st_size)
 
 
 def _load(arguments: argparse.Namespace, lengths: bool) -> CodingModel:

@@ -39,7 +39,7 @@ class BlockCodec:
         symbols, literals = self._symbols.encode(text)
         behind = np.zeros(len(symbols), dtype=np.uint8)
         behind[symbols == self._symbols.escape] = np.frombuffer(literals, dtype=np.uint8)
-        table, spelled = (self._in_lanes(each) for each in (symbols, behind))
+        table, spelled = self._in_lanes(symbols), self._in_lanes(behind)
         encoder = RangeEncoder()
         with threads(self._threads):
             for column, some in enumerate(self._active(len(symbols))):
@@ -97,7 +97,7 @@ class BlockCodec:
                 table[:some, column] = chosen
                 self._go_on(chosen)
             self._predictor.end_block()
-        symbols, behind = (self._in_a_row(each, block.n_symbols) for each in (table, spelled))
+        symbols, behind = (self._in_a_row(values, block.n_symbols) for values in (table, spelled))
         return self._symbols.decode(symbols, behind[symbols == self._symbols.escape].tobytes())
 
     def _go_on(self, chosen: list[int]) -> None:

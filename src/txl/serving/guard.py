@@ -143,8 +143,8 @@ class Guard:
     def _check_key(self, path: str, authorization: str | None) -> None:
         if self._key is None or path in _OPEN or path.startswith(_STATIC):
             return
-        scheme, _, given = (authorization or "").partition(" ")
-        if not (hmac.compare_digest(_digest(given.strip()), self._key) and scheme.lower() == "bearer"):
+        scheme, _, key = (authorization or "").partition(" ")
+        if not (hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == "bearer"):
             message, headers = "a valid key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, code="invalid_api_key", headers=headers)
 

@@ -112,9 +112,9 @@ def _slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
     """Yield a value as JSON, encoded in slices: of a text, of the entries of a long list, or of the values inside."""
     if isinstance(value, dict):
         start = "{"
-        for name, each in value.items():
+        for name, part in value.items():
             yield f"{start}{encode(name)}:"
-            yield from _slices(each, encode)
+            yield from _slices(part, encode)
             start = ","
         yield "{}" if start == "{" else "}"
     elif isinstance(value, list) and len(value) > _LISTED:
@@ -122,9 +122,9 @@ def _slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
             yield ("," if start else "[") + encode(value[start : start + _LISTED])[1:-1]
         yield "]"
     elif isinstance(value, list):
-        for number, each in enumerate(value):
+        for number, part in enumerate(value):
             yield "," if number else "["
-            yield from _slices(each, encode)
+            yield from _slices(part, encode)
         yield "]" if value else "[]"
     elif isinstance(value, str) and len(value) > AT_ONCE:
         for start in range(0, len(value), AT_ONCE):
@@ -152,11 +152,9 @@ def parsed(body: bytes) -> JsonObject:
         raise ApiError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is {type(value).__name__}; expected a JSON object")
-    for name, each in value.items() if "\\u" in text else ():
-        try:
-            _check_characters(name, each)
-        except RecursionError:
-            raise ApiError(400, f"{name} is nested too deeply", param=name) from None
+    if "\\u" in text:
+        for name, part in value.items():
+            _refuse_surrogates(name, part)
     return value
 
 
@@ -171,16 +169,16 @@ def _large(text: str) -> object:
         raise ApiError(400, f"the body has more than {_MOST_STRINGS:,} strings")
     taken: list[list[int] | str] = []
 
-    def take(found: re.Match[str]) -> str:
-        taken.append(_numbers(found[0]))
+    def take(ids: re.Match[str]) -> str:
+        taken.append(_numbers(ids[0]))
         return "NaN"
 
     rest, start, n_outside, n_list = [], 0, 0, 0
     parts = masked.split('"')
     for number, part in enumerate(parts):
-        own = text[start : start + len(part)]
+        own, is_last = text[start : start + len(part)], number + 1 == len(parts)
         start += len(part) + 1
-        if number % 2 == 0:
+        if number % 2 == 0:  # outside of strings
             if "NaN" in own or "Infinity" in own:
                 raise ValueError("NaN and Infinity are no numbers of JSON")
             n_list += own.count("[")
@@ -188,11 +186,11 @@ def _large(text: str) -> object:
                 raise ApiError(400, f"the body has more than {_MOST_LISTS:,} lists")
             rest.append(_IDS.sub(take, own))
             n_outside += len(rest[-1])
-        elif len(own) > AT_ONCE and "\\" in own and number + 1 < len(parts) and not _NAMES.match(parts[number + 1]):
+        elif len(own) > AT_ONCE and "\\" in own and not is_last and not _NAMES.match(parts[number + 1]):
             taken.append(_string(own))
             rest.append("NaN")
         else:
-            rest.append(f'"{own}"' if number + 1 < len(parts) else f'"{own}')
+            rest.append(f'"{own}' if is_last else f'"{own}"')
     if n_outside > _MOST_OUTSIDE:
         what = f"{_MOST_OUTSIDE:,} characters outside of strings and lists of token ids"
         raise ApiError(400, f"the body has more than {what}")
@@ -204,8 +202,8 @@ def _string(text: str) -> str:
     """Return the value of a JSON string without its quotes, read in slices between escapes."""
     slices, start = [], 0
     while start < len(text):
-        found = _CHARACTERS.match(text, start)
-        end = len(text) if found is None else found.end()
+        piece = _CHARACTERS.match(text, start)
+        end = len(text) if piece is None else piece.end()
         slices.append(json.loads(f'"{text[start:end]}"'))
         start = end
     return "".join(slices)
@@ -250,20 +248,18 @@ def of_user(make: Callable[[], T], param: str | None = None) -> T:
         raise ApiError(400, str(error), param=param) from None
 
 
-def _check_characters(name: str, value: object) -> None:
-    """Refuse halves of surrogate pairs, which are not characters and cannot be encoded in an answer."""
-    if isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            code = ord(value[error.start])
-            raise ApiError(
-                400, f"{name} has half a surrogate pair (U+{code:04X} at character {error.start})", param=name
-            ) from None
-    elif isinstance(value, list):
-        for each in value:
-            if isinstance(each, str | list):
-                _check_characters(name, each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _check_characters(name, each)
+def _refuse_surrogates(name: str, value: object) -> None:
+    """Refuse halves of surrogate pairs in a field: they are not characters and cannot be encoded in an answer."""
+    values = [value]
+    while values:
+        part = values.pop()
+        if isinstance(part, list):
+            values += [item for item in part if isinstance(item, str | list | dict)]
+        elif isinstance(part, dict):
+            values += part.values()
+        elif isinstance(part, str):
+            try:
+                part.encode("utf-8")
+            except UnicodeEncodeError as error:
+                place = f"(U+{ord(part[error.start]):04X} at character {error.start})"
+                raise ApiError(400, f"{name} has half a surrogate pair {place}", param=name) from None
