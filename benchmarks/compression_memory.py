@@ -17,7 +17,7 @@ import torch
 
 import txl.compression.compressor as files
 from txl.config import RecurrentConfig
-from txl.data.vocabulary import ByteVocabulary
+from txl.data.characters import ByteVocabulary
 from txl.models import build_model
 from txl_lab.records import measure_and_record, process_bytes, run_alone
 

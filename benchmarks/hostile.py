@@ -34,7 +34,10 @@ from benchmarks.server_process import ask, served
 
 import txl
 from txl.allocator import keep_freed_memory
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.serving.service import Served, Service
 from txl_lab.records import write
 

@@ -23,7 +23,7 @@ import torch
 from benchmarks.server_process import ask, served
 
 import txl
-from txl.data.vocabulary import ByteVocabulary
+from txl.data.characters import ByteVocabulary
 from txl.models.language_model import LanguageModel
 from txl.serving.service import Served, Service
 from txl_lab.records import measure_and_record

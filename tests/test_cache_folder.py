@@ -50,7 +50,7 @@ def test_a_home_that_cannot_be_is_as_none(nowhere, monkeypatch, caplog):
     assert "/dev/null/home/.cache/transformer-xl cannot be made" in caplog.text
 
 
-def test_a_home_that_may_not_be_looked_into_is_as_none(tmp_path):
+def test_a_home_that_may_not_be_looked_into_is_as_none(tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir(mode=0)
     before = os.geteuid()
@@ -59,7 +59,8 @@ def test_a_home_that_may_not_be_looked_into_is_as_none(tmp_path):
             os.seteuid(65_534)
         with pytest.raises(PermissionError):
             (home / ".cache").stat()
-        found = module.usable_cache(home / ".cache" / "transformer-xl")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(home / ".cache"))
+        found = module.cache_folder()
     finally:
         os.seteuid(before)
     assert found.parent == Path(tempfile.gettempdir())

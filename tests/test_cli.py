@@ -17,9 +17,10 @@ from tests.conftest import options_of, small_run
 from txl.cli import main
 from txl.commands.arguments import note_lacking
 from txl.commands.output import output, print_json
+from txl.data.characters import CharVocabulary
 from txl.data.corpora import absolute_path
 from txl.data.user_text import find_files
-from txl.data.vocabulary import CharVocabulary, WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.evaluation import perplexity
 from txl.runs.directory import RunDirectory

@@ -13,7 +13,8 @@ import torch
 
 import txl
 from txl.config import TransformerXLConfig
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.generation.sampling import chances, permitted
 from txl.generation.text import Sampling, StopStrings, generate, generate_samples, generate_tokens

@@ -298,18 +298,17 @@ def is_full(error: Exception) -> bool:
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
 
 
-def usable_cache(folder: Path) -> Path:
-    """Return a usable folder for a cache: prepared corpora, compiled code.
+def cache_folder() -> Path:
+    """Return the folder for caches (prepared corpora, compiled code): transformer-xl in $XDG_CACHE_HOME or ~/.cache.
 
-    If `folder` cannot be made, return a folder below the system's temporary folder, and log a warning once.
-
-    Args:
-        folder: requested folder, which need not exist; relative ("~/...") if the user's home is unknown.
+    If it cannot be made, return a folder below the system's temporary folder, and log a warning once.
     """
-    if folder.is_absolute() and (os.path.exists(folder) or _can_be_made(folder)):
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "transformer-xl"
+    is_known = folder.is_absolute()  # `~` stays without HOME and without an entry in the system's user database
+    if is_known and (os.path.exists(folder) or _can_be_made(folder)):
         return folder
     instead = _temporary_folder()
-    _say(f"{folder} cannot be made" if folder.is_absolute() else "no home folder is known", instead)
+    _say(f"{folder} cannot be made" if is_known else "no home folder is known", instead)
     return instead
 
 

@@ -15,8 +15,10 @@ from txl.analysis.copies import copies
 from txl.analysis.mentions import Shared, mentions, shared_mentions
 from txl.analysis.samples import draw_contexts, repeated_ngrams
 from txl.cli import main
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.detokenise import detokenise
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 

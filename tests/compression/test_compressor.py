@@ -23,7 +23,8 @@ from txl.compression.container import MAGIC, ContainerReader, ContainerWriter
 from txl.compression.learning import OnlineRecipe
 from txl.compression.symbols import Symbols
 from txl.config import Lengths, RecurrentConfig, TransformerXLConfig, VanillaConfig
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.errors import UserError
 from txl.evaluation.dynamic import Adaptation, evaluate_dynamically
 from txl.evaluation.perplexity import evaluate

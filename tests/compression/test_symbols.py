@@ -10,7 +10,9 @@ import pytest
 from tokenizers import normalizers
 
 from txl.compression.symbols import Symbols
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, WordVocabulary
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 TEXT = "the cat sat on the mat; the dog did not.\n" * 20

@@ -16,8 +16,8 @@ import pytest
 import zstandard
 
 from txl.data import compressed
+from txl.data.archives import unpack
 from txl.data.compressed import COMPRESSED, open_file
-from txl.data.layouts import unpack
 from txl.errors import UserError
 
 ONE, TWO = b"The river ran by the mill.\n" * 4, b"It turned the wheel.\n" * 3

@@ -21,10 +21,12 @@ import zstandard
 import txl
 from txl.config import DataConfig
 from txl.data import prepare as prepare_module
-from txl.data.sources import BLOCK
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import CharVocabulary
+from txl.data.pieces import BLOCK
 from txl.data.standard_library import stdlib_pieces
 from txl.data.user_text import user_pieces
-from txl.data.vocabulary import BpeVocabulary, CharVocabulary, WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 
@@ -144,7 +146,7 @@ def windows(text: str) -> bytes:
 )
 def test_own_text_of_windows_is_read_like_that_of_unix_but_for_bytes(unit, block, tmp_path, monkeypatch):
     # bpe is tested with one block only: byte pairs do not cross block edges, and \r\n moves text across these edges.
-    monkeypatch.setattr("txl.data.sources.BLOCK", block)
+    monkeypatch.setattr("txl.data.pieces.BLOCK", block)
     config, text = DataConfig(vocab_size=280), "The \r mill\n\nstood “still” \ufeff there\n" * 8
     opened = {}
     for kind, content in (("unix", text.encode()), ("windows", windows(text))):
@@ -198,7 +200,7 @@ def test_words_and_characters_across_blocks_are_whole(tmp_path, data_dir, monkey
     path.write_text("naïve wörds, 日本 and   more\n\n" * 40, encoding="utf-8")
     prepared = {}
     for block in (3, BLOCK):
-        monkeypatch.setattr("txl.data.sources.BLOCK", block)
+        monkeypatch.setattr("txl.data.pieces.BLOCK", block)
         for unit in ("char", "word"):
             corpus = txl.open_corpus(str(path), unit, data_dir=tmp_path / str(block), quiet=True)
             prepared[block, unit] = (corpus.vocabulary.to_json(), np.asarray(corpus.tokens("train")).tolist())

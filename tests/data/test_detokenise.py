@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from txl.data.characters import ByteVocabulary
 from txl.data.detokenise import Convention, convention_of, detokenise, text_decoder
-from txl.data.vocabulary import ByteVocabulary, WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 

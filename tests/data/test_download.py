@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import txl
-from txl.data import catalogue as benchmarks
+from txl.data import benchmarks
 from txl.data import public
-from txl.data.catalogue import Benchmark, Download
+from txl.data.benchmarks import Benchmark, Download
 from txl.data.download import fetch
 from txl.errors import UserError
 

@@ -10,8 +10,11 @@ from tests.conftest import small_run
 
 import txl
 from txl.cli import main
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.lacking import Lacking
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.vocabularies import load_vocabulary, vocabulary_from_json
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.interop.import_run import import_run
 from txl.training.trainer import Trainer
 
@@ -127,7 +130,7 @@ def test_a_run_tells_what_its_training_text_never_had(unit, story, data_dir, tmp
     vocabulary = txl.load(out)[1]
     assert vocabulary is not None
     assert vocabulary.unseen(CURLY) == ["—", "“", "”", "Ω"]
-    assert vocabulary == Vocabulary.from_json(vocabulary.to_json())
+    assert vocabulary == vocabulary_from_json(vocabulary.to_json())
     expected = (
         "note: 160 characters of the text never occurred in the training text ('—' (U+2014), '“' (U+201C), '”' (U+201D), "
         "'Ω' (U+03A9)): the model's probabilities there are noise; replace them, or train on text that has them\n"
@@ -164,7 +167,7 @@ def test_a_run_tells_what_its_training_text_never_had(unit, story, data_dir, tmp
     for seen in (["a"], [-1], [0x110000], 3, {}):
         (tmp_path / "vocabulary.json").write_text(json.dumps(vocabulary.to_json() | {"seen": seen}))
         with pytest.raises(txl.UserError, match="seen is not a list of code points"):
-            Vocabulary.load(tmp_path / "vocabulary.json")
+            load_vocabulary(tmp_path / "vocabulary.json")
 
 
 def test_a_run_of_an_earlier_version_says_nothing(story, data_dir, tmp_path, capsys, monkeypatch):

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.located import located_tokens
+from txl.data.pieces import Piece
 from txl.data.prepare import Recipe, prepare
 from txl.data.prepared import Corpus
-from txl.data.sources import Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.vocabularies import vocabulary_from_json
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 SEEN = "the cat sat on the mat.\n“naïve” cafés — 日本 語 😀 ran\u00a0off \u3000 \n\n  x\r\n"
@@ -99,7 +102,7 @@ def test_ids_are_those_of_a_corpus_of_the_same_text(name, end, tmp_path):
 
 
 def test_long_bpe_text_is_cut_where_a_corpus_is(tmp_path, monkeypatch):
-    monkeypatch.setattr("txl.data.vocabulary.BPE_CHUNK", 101)
+    monkeypatch.setattr("txl.data.bpe.BPE_CHUNK", 101)
     assert_ids_of_a_corpus("bpe", "", tmp_path)
 
 
@@ -138,7 +141,7 @@ def test_a_text_of_windows_has_the_tokens_of_unix_at_its_own_places(name, text, 
 
 def as_it_is(vocabulary):
     """Return a copy of the vocabulary that does not normalise texts."""
-    return Vocabulary.from_json({**vocabulary.to_json(), "normalise": False})
+    return vocabulary_from_json({**vocabulary.to_json(), "normalise": False})
 
 
 def test_marks_are_parts_of_the_word_that_they_touch():

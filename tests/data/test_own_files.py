@@ -216,7 +216,7 @@ def test_a_cut_in_the_last_character_leaves_no_split_for_it(tmp_path):
 def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("abcd " * 2000)
-    real = prepare._make_vocabulary
+    real = prepare._Preparation._count_symbols
 
     def make(*given):
         vocabulary = real(*given)
@@ -224,7 +224,7 @@ def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
         os.utime(path, ns=(1, 1))
         return vocabulary
 
-    monkeypatch.setattr(prepare, "_make_vocabulary", make)
+    monkeypatch.setattr(prepare._Preparation, "_count_symbols", make)
     assert "changed while it was read; run the command again" in refusal(str(path), tmp_path / "data", "char")
     assert list((tmp_path / "data").iterdir()) == []
 
@@ -330,7 +330,7 @@ import txl.__main__ as program
 from txl.data import prepare
 def make(*given):
     os.kill(os.getpid(), {sent:d})
-prepare._make_vocabulary = make
+prepare._Preparation._count_symbols = make
 program.command()
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

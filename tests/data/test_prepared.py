@@ -16,7 +16,7 @@ import pytest
 import txl
 from txl.cli import main
 from txl.data import prepared
-from txl.data.streams import LaneStream
+from txl.data.lanes import LaneStream
 from txl.errors import UserError
 
 

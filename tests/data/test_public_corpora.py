@@ -17,11 +17,13 @@ import pytest
 
 import txl
 from txl.config import DataConfig
-from txl.data import catalogue as benchmarks
-from txl.data.catalogue import BENCHMARKS
+from txl.data import benchmarks
+from txl.data.benchmarks import BENCHMARKS
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.corpora import list_corpora
 from txl.data.public import read_words
-from txl.data.vocabulary import ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.vocabularies import vocabulary_from_json
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 TRAIN = "the river rose\n\n the <unk> and the River rose N\n" * 3 + "so it was\n"
@@ -270,7 +272,7 @@ def test_enwik8_keeps_its_newlines_unless_it_is_to_be_like_the_original(tmp_path
     assert vocabulary.decode(vocabulary.encode("été")) == "été"
     with pytest.raises(UserError, match=r"bytes that the vocabulary of \d+ lacks: 0x0A, 0x5A; leave them out"):
         vocabulary.encode("été\nZ")
-    assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
+    assert vocabulary_from_json(vocabulary.to_json()) == vocabulary
 
     monkeypatch.setitem(BENCHMARKS, "enwik8", dataclasses.replace(BENCHMARKS["enwik8"], original_vocabulary=(204, 204)))
     wrong = f"the vocabulary has {len(vocabulary)} tokens, {204 - len(vocabulary)} too few: expected 204"
@@ -324,7 +326,7 @@ def test_text8_has_no_unknown_and_is_stripped_like_the_original(tmp_path, monkey
     assert vocabulary.decode(ids(ours, "train")) == text[:900]
     with pytest.raises(UserError, match=r"lacks: 'A' \(U\+0041\)"):
         vocabulary.encode("A")
-    assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
+    assert vocabulary_from_json(vocabulary.to_json()) == vocabulary
     theirs = txl.open_corpus("text8", source=source, data_dir=tmp_path / "data", quiet=True, like_original=True)
     for split, part in (("train", text[:900]), ("valid", text[900:1000]), ("test", text[1000:])):
         assert theirs.vocabulary.decode(ids(theirs, split)) == part.strip()
@@ -374,7 +376,7 @@ def test_lm1b_has_its_own_vocabulary_and_boundaries(boundary, tmp_path, monkeypa
         "<S>", "The", "mill", *between, "Nobody"
     ]  # fmt: skip
     assert vocabulary.decode(vocabulary.encode("The mill")) == "\nThe mill"
-    assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
+    assert vocabulary_from_json(vocabulary.to_json()) == vocabulary
 
 
 def test_lm1b_settings_that_do_not_go_are_refused(tmp_path, monkeypatch):

@@ -12,17 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from txl.data import vocabulary as module
+from txl.data import bpe as module
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.counting import word_vocabulary
 from txl.data.located import located_tokens
-from txl.data.sources import Piece
-from txl.data.vocabulary import (
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-)
+from txl.data.pieces import Piece
+from txl.data.vocabularies import load_vocabulary, vocabulary_from_json
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
 TEXT = "Größe\tund  Gewicht\r\n\n  naïve — 日本 🦆🦆\n" * 20
@@ -96,7 +93,7 @@ def test_merges_are_learned_in_pieces_of_which_only_long_ones_are_cut(text):
 def test_the_bound_of_pieces_serves_learning_alone():
     text = "ab" * 5000
     vocabulary = BpeVocabulary.train([text], 300)
-    assert max(map(len, vocabulary.pieces)) == module.BPE_LONGEST
+    assert vocabulary.longest == module.BPE_LONGEST
     assert vocabulary.encode("x" + text).tolist() == [*vocabulary.encode("x"), *vocabulary.encode(text)]
     assert vocabulary.encode_block("x" + text).tolist() == vocabulary.encode("x" + text).tolist()
 
@@ -111,7 +108,7 @@ def test_bpe_merges_what_is_frequent():
 def test_characters_keep_their_order_after_unk():
     vocabulary = CharVocabulary("cab")
     assert vocabulary.encode("abc").tolist() == [2, 3, 1]
-    assert vocabulary.encode_text("az\U0010ffff").tolist() == [2, 0, 0]
+    assert vocabulary.encode_block("az\U0010ffff").tolist() == [2, 0, 0]
     assert (vocabulary.unk_id, len(vocabulary)) == (0, 4)
 
 
@@ -134,8 +131,7 @@ def test_words_that_are_lacking_are_named_once_whatever_stands_first():
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
 def test_undecodable_bytes_of_a_command_line_are_the_bytes_they_were(kind):
     text = "naïve \udcff\udcc3\udca9\udce2 end"
-    bytes_of = b"".join(BPE.n_bytes(np.array([token])).item() * b"?" for token in ALL["bpe"].encode(text))
-    assert len(bytes_of) == len("naïve ".encode()) + 4 + len(" end")
+    assert BPE.spelled_bytes(BPE.encode(text)) == len("naïve ".encode()) + 4 + len(" end")
     assert ALL[kind].decode(ALL[kind].encode(text)) == "naïve \ufffdé\ufffd end"
     with pytest.raises(UserError, match=r"half a surrogate pair \(U\+D800 at character 2\), which is no character"):
         ALL[kind].encode("ab\ud800")
@@ -146,7 +142,7 @@ def test_texts_are_normalised_where_the_vocabulary_says_so():
     plain = "the mill\nthe\r \ufeff\n"
     for kind in ("char", "word", "bpe"):
         values = ALL[kind].to_json()
-        reads = Vocabulary.from_json(values | {"format": 2, "normalise": True})
+        reads = vocabulary_from_json(values | {"format": 2, "normalise": True})
         assert reads.encode(text).tolist() == ALL[kind].encode(plain).tolist()
         assert ALL[kind].encode(text).tolist() != ALL[kind].encode(plain).tolist()
         assert reads.to_json() == values | {"format": 2, "normalise": True}
@@ -187,7 +183,7 @@ def test_words_are_ordered_by_count_then_appearance_and_unk_has_the_place_of_its
 @pytest.mark.parametrize("kind", ALL)
 def test_a_vocabulary_survives_json(kind, tmp_path):
     ALL[kind].save(tmp_path / "vocabulary.json")
-    loaded = Vocabulary.load(tmp_path / "vocabulary.json")
+    loaded = load_vocabulary(tmp_path / "vocabulary.json")
     assert loaded == ALL[kind]
     assert type(loaded) is type(ALL[kind])
     assert loaded.encode("the").tolist() == ALL[kind].encode("the").tolist() if kind != "char" else True
@@ -226,7 +222,7 @@ def test_files_that_are_no_vocabulary_are_refused(content, message, tmp_path):
     path = tmp_path / "vocabulary.json"
     path.write_text(content)
     with pytest.raises(UserError, match=message) as refusal:
-        Vocabulary.load(path)
+        load_vocabulary(path)
     assert str(path) in str(refusal.value)
 
 
@@ -254,7 +250,7 @@ def test_a_tokenizer_that_holds_more_than_its_merges_is_refused(name):
     model = values["tokenizer"]["model"]
     values["tokenizer"][name] = model | {"dropout": 0.5} if name == "model" else OTHER[name]
     with pytest.raises(UserError, match=f"tokenizer has a {name} that is not plain byte-level BPE"):
-        Vocabulary.from_json(values)
+        vocabulary_from_json(values)
 
 
 @pytest.mark.parametrize("prefix", ["##", "€€€"])
@@ -262,7 +258,7 @@ def test_a_tokenizer_with_a_prefix_of_tokens_is_refused_before_the_library_panic
     values = BpeVocabulary.train(["ab ab abc abc " * 9], 270).to_json()
     values["tokenizer"]["model"]["continuing_subword_prefix"] = prefix
     with pytest.raises(UserError, match="tokenizer has a model that is not plain byte-level BPE"):
-        Vocabulary.from_json(values)
+        vocabulary_from_json(values)
 
 
 def test_capitals_are_read_as_small_letters_and_places_stay():
@@ -294,7 +290,7 @@ def test_vocabularies_of_some_bytes_and_of_a_closed_alphabet():
     assert closed.encode("a b").tolist() == [2, 1, 0]
     assert closed.decode([2, 1, 0]) == "a b"
     with pytest.raises(UserError, match=r"'c' \(U\+0063\)"):
-        closed.encode_text("abc")
+        closed.encode_block("abc")
     with pytest.raises(UserError, match="a byte twice"):
         ByteVocabulary([1, 1])
     with pytest.raises(UserError, match="a character twice"):
@@ -338,7 +334,7 @@ def test_a_text_encoded_in_parts_has_the_same_tokens(kind, monkeypatch):
         whole = vocabulary.encode(text).tolist()
         with monkeypatch.context() as changed:
             changed.setattr("txl.data.vocabulary._AT_ONCE", chance.randrange(1, 6))
-            changed.setattr("txl.data.vocabulary._LONG", 3)
+            changed.setattr("txl.data.bpe._LONG", 3)
             assert vocabulary.encode(text).tolist() == whole, repr(text)
 
 

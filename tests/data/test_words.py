@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 import txl
 from txl.config import DataConfig
 from txl.data.detokenise import convention_of, text_decoder
-from txl.data.vocabulary import WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import EOS, JOINER, UNK, holds_word, word_spans, words_and_ends
 from txl.errors import UserError
 from txl.interop.export_run import tokenizer_files
@@ -170,6 +170,6 @@ def test_text_with_unknown_words_was_cut_before_and_is_left_so(own, capsys):
 
 def test_words_cut_by_blocks_are_the_same(own, monkeypatch):
     whole = np.asarray(open_words(own).tokens("train")).tolist()
-    monkeypatch.setattr("txl.data.sources.BLOCK", 3)
+    monkeypatch.setattr("txl.data.pieces.BLOCK", 3)
     again = txl.open_corpus(str(own), "word", data_dir=own.with_name("blocks"), quiet=True)
     assert np.asarray(again.tokens("train")).tolist() == whole

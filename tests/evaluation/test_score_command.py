@@ -177,7 +177,7 @@ def test_settings_and_checkpoints_are_those_of_eval(runs, text, data_dir, capsys
 
 def test_memory_does_not_grow_with_the_file(runs, tmp_path, monkeypatch, capsys):
     """Compare texts of three and twelve blocks. The table is written to a file, so no captured output fills RAM."""
-    monkeypatch.setattr("txl.data.sources.BLOCK", 1 << 13)
+    monkeypatch.setattr("txl.data.pieces.BLOCK", 1 << 13)
     run = str(runs / "word")
     line = b"The river rose in the night, and by morning the lower fields were under water.\n"
     peaks = []

@@ -11,7 +11,8 @@ import torch
 
 import txl
 from txl.config import model_from_dict
-from txl.data.vocabulary import ByteVocabulary, WordVocabulary
+from txl.data.characters import ByteVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.models.cache import ContinuousCache
 

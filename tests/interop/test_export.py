@@ -22,17 +22,12 @@ import txl
 from tests.conftest import small_run
 from tests.interop.test_original import GOLDEN
 from txl.cli import main
+from txl.data.bpe import BpeVocabulary, byte_level, byte_symbols
+from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.located import LocatedToken, located_tokens
-from txl.data.sources import Piece
-from txl.data.vocabulary import (
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    byte_level,
-    byte_symbols,
-)
+from txl.data.pieces import Piece
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.interop.export_run import export_run, flat_modules, tokenizer_files
 from txl.interop.import_run import import_run
@@ -163,7 +158,7 @@ TEXTS = [
 def test_tokenizer_files_encode_as_the_vocabulary_does(vocabulary, text):
     tokenizer = Tokenizer.from_str(tokenizer_files(vocabulary)["tokenizer.json"])
     if vocabulary.kind == "char":
-        expected = vocabulary.encode_text(text)
+        expected = vocabulary.encode_block(text)
     else:
         expected = vocabulary.encode(text)
     assert tokenizer.encode(text).ids == expected.tolist()

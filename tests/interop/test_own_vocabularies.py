@@ -15,7 +15,7 @@ import torch
 import txl
 from tests.serving.conftest import running
 from txl.cli import main
-from txl.data.vocabulary import Vocabulary
+from txl.data.vocabularies import vocabulary_from_json
 from txl.errors import UserError
 from txl.interop.import_run import import_run
 from txl.interop.vocabularies import read_vocabulary, vocabulary_of
@@ -87,7 +87,7 @@ def test_an_import_reads_and_writes_text_as_the_authors_code_does(name, pickled,
     model, vocabulary = txl.load(run)
     assert vocabulary is not None
     assert vocabulary.encode(text).tolist() == vocab.ids(text)
-    assert Vocabulary.from_json(vocabulary.to_json()) == vocabulary
+    assert vocabulary_from_json(vocabulary.to_json()) == vocabulary
     capsys.readouterr()
 
     assert main(["score", run, str(file), "--format", "jsonl"]) == 0

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from tests.interop.test_hub import model_files
 from txl import load
 from txl.cli import main
-from txl.data.vocabulary import WordVocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.interop import import_run as import_module
 from txl.interop.huggingface_checkpoint import read_weights

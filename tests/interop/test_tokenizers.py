@@ -20,7 +20,7 @@ import txl
 from tests.interop.test_hub import model_files
 from tests.interop.test_nvidia_and_tensorflow import nvidia_checkpoint
 from txl.cli import main
-from txl.data.vocabulary import byte_symbols
+from txl.data.bpe import byte_symbols
 from txl.errors import UserError
 from txl.interop.import_run import import_run
 from txl.interop.vocabularies import read_vocabulary, vocabulary_from

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from txl.cli import main
 from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, VanillaConfig, as_family, validate
-from txl.data.streams import LaneStream
+from txl.data.lanes import LaneStream
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.language_model import Objective

@@ -17,7 +17,7 @@ from torch import nn
 import txl
 from txl.analysis.average_attention import average_attention
 from txl.config import ModelConfig, RecurrentConfig, VanillaConfig
-from txl.data.vocabulary import CharVocabulary
+from txl.data.characters import CharVocabulary
 from txl.evaluation.stream import Settings
 from txl.models import build_model
 from txl.models.structure import evaluation_view

@@ -274,7 +274,7 @@ def test_models_without_an_output_layer_are_refused_for_that_reason(kind, tmp_pa
 
 
 def test_nvidia_s_vocabulary_of_a_gpt2_tokenizer_gives_its_ids(tmp_path, monkeypatch):
-    from txl.data.vocabulary import byte_symbols
+    from txl.data.bpe import byte_symbols
 
     merges = ["t h", "th e", "\u0120 the", "c a", "ca t", "\u0120 cat", "i s", "\u0120 is"]
     tokens = [*byte_symbols(), *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"]

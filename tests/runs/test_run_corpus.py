@@ -9,7 +9,7 @@ from tests.conftest import small_run
 
 import txl
 from txl.config import DataConfig, RunConfig
-from txl.data.vocabulary import ByteVocabulary
+from txl.data.characters import ByteVocabulary
 from txl.errors import UserError
 from txl.runs.corpus import is_trained_on, open_run_corpus, training_tokens
 from txl.runs.directory import RunDirectory

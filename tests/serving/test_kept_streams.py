@@ -19,7 +19,7 @@ import torch
 import txl
 from tests.serving.conftest import running, wait_for
 from tests.serving.test_streams import OCTETS, TEXT, generate, new, nothing_left, restore, snapshot
-from txl.data.vocabulary import CharVocabulary
+from txl.data.characters import CharVocabulary
 from txl.serving import kept_streams
 from txl.serving.kept_stream import _digest
 from txl.serving.requests import Limits

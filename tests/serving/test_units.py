@@ -13,7 +13,10 @@ import torch
 import txl
 from tests.serving.conftest import Running, events_of, running
 from txl.config import TransformerXLConfig
-from txl.data.vocabulary import BpeVocabulary, CharVocabulary, Vocabulary, WordVocabulary
+from txl.data.bpe import BpeVocabulary
+from txl.data.characters import CharVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
 from txl.models import build_model

@@ -14,7 +14,7 @@ from tests.training.test_trainer import assert_continues_exactly, train
 from torch import Tensor
 
 from txl.config import TrainConfig, validate
-from txl.data.streams import LaneStream
+from txl.data.lanes import LaneStream
 from txl.errors import UserError
 from txl.models.language_model import Objective
 from txl.models.transformer_xl import TransformerXL

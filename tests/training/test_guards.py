@@ -259,7 +259,7 @@ def leaping(monkeypatch):
 
 def tokens_of_step(story, data_dir, number):
     import txl
-    from txl.data.streams import training_stream
+    from txl.data.lanes import training_stream
 
     corpus = txl.open_corpus(str(story), data_dir=data_dir)
     stream = training_stream(corpus.tokens("train"), 4, 8)

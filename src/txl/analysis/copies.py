@@ -16,8 +16,8 @@ from itertools import pairwise
 
 import numpy as np
 
+from txl.data.lanes import splitmix64
 from txl.data.prepared import Tokens
-from txl.data.streams import splitmix64
 
 BLOCK = 1 << 20
 """Number of training tokens read at a time."""

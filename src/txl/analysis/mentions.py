@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from txl.data.vocabulary import UNK
+from txl.data.words import UNK
 
 _BEFORE, _AFTER = "([{\"'“‘", ",.;:!?)]}\"'”’"
 KINDS = ("headings", "names", "dates", "years")

@@ -12,9 +12,9 @@ from txl.analysis.copies import Copies, copies
 from txl.analysis.mentions import KINDS, Shared, shared_mentions
 from txl.config import Lengths
 from txl.data.detokenise import Convention, text_decoder
+from txl.data.lanes import shuffled
 from txl.data.prepared import Tokens
-from txl.data.streams import shuffled
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.errors import Field, UserError
 from txl.files import JsonObject
 from txl.generation.sampling import GenerationOptions, Sampling
@@ -46,7 +46,7 @@ def draw_contexts(
             remedy=("lower ", Field("context"), " or ", Field("max_tokens")),
         )
     possible = total - length + 1
-    starts = _line_starts(np.asarray(tokens[:possible]), _line_ends(vocabulary))
+    starts = _line_starts(np.asarray(tokens[:possible]), vocabulary.line_ends())
     if len(starts) < count:
         starts = np.arange(possible)
     if len(starts) < count:
@@ -64,17 +64,6 @@ def draw_contexts(
     chosen = set(taken)
     overlapping = (start for start in order if start not in chosen)
     return sorted([*taken, *itertools.islice(overlapping, count - len(taken))])
-
-
-def _line_ends(vocabulary: Vocabulary) -> list[int]:
-    """Return the tokens that end a line."""
-    if isinstance(vocabulary, ByteVocabulary):
-        return [vocabulary.values.index(0x0A)] if 0x0A in vocabulary.values else []
-    if isinstance(vocabulary, CharVocabulary):
-        return [int(vocabulary.encode("\n")[0])] if "\n" in vocabulary.characters else []
-    if isinstance(vocabulary, BpeVocabulary):
-        return [token for token in range(len(vocabulary)) if vocabulary.spell(np.array([token])).endswith(b"\n")]
-    return [] if vocabulary.eos_id is None else [vocabulary.eos_id]
 
 
 def _line_starts(tokens: np.ndarray, line_ends: list[int]) -> np.ndarray:

@@ -96,7 +96,7 @@ def run_to_read(arguments: argparse.Namespace) -> tuple[RunDirectory, RunConfig,
 
 def check_corpus(name: str) -> None:
     """Refuse a corpus that does not exist, or is a file that holds no text, before any slow work begins."""
-    from txl.data.catalogue import BENCHMARKS
+    from txl.data.benchmarks import BENCHMARKS
     from txl.data.corpora import STDLIB, own_files
     from txl.data.user_text import refuse_no_text
 

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> None:
     arguments = with_preset(arguments)
     dynamic = dynamic_request(arguments)
     from txl.allocator import keep_freed_memory
-    from txl.data.sources import WHOLE
+    from txl.data.pieces import WHOLE
 
     keep_freed_memory()
     # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.
@@ -174,7 +174,7 @@ def _describe(
 ) -> tuple[Measured, str | None]:
     """Return the log's description of the measured text, and a hint for measuring all of it (None if not needed)."""
     from txl.data.corpora import is_named
-    from txl.data.sources import WHOLE
+    from txl.data.pieces import WHOLE
     from txl.reporting.wording import measured_part
     from txl.runs.corpus import is_trained_on
 
@@ -209,7 +209,7 @@ def _print(
     arguments: argparse.Namespace,
 ) -> None:
     """Print the results, and the measured part of the text where it is not obvious."""
-    from txl.data.sources import WHOLE
+    from txl.data.pieces import WHOLE
     from txl.runs.corpus import trained_unknown
 
     measured = "; ".join([f"measured: {described.get('measured')}", *([hint] if hint else [])])

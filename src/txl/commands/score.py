@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
     refuse_with_sliding(arguments)
     from txl.data.compressed import COMPRESSED, open_file
     from txl.data.formats import reading_note, refuse_formats
-    from txl.data.sources import Piece
+    from txl.data.pieces import Piece
 
     run_directory, config, checkpoint = run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
@@ -77,8 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         refuse_formats([path])  # before the model is loaded
     check_output_file(arguments.out, path)
     from txl.allocator import keep_freed_memory
-    from txl.data.lacking import Lacking
-    from txl.data.prepared import unknown_note
+    from txl.data.lacking import Lacking, unknown_note
     from txl.evaluation.surprisal import line_end_note, surprisals
     from txl.runs.corpus import trained_unknown
 

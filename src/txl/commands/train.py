@@ -206,7 +206,7 @@ def _check_minutes(arguments: argparse.Namespace) -> None:
 
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     """Choose a configuration for the text, the machine and the minutes; print the choice and return it."""
-    from txl.data.catalogue import BENCHMARKS
+    from txl.data.benchmarks import BENCHMARKS
     from txl.processes import process_count
 
     if process_count() > 1:

@@ -21,8 +21,9 @@ from txl.compression.symbols import Symbols
 from txl.compression.verification import VerifiedSink
 from txl.config import Lengths
 from txl.config.values import from_plain
+from txl.data.characters import ByteVocabulary
 from txl.data.prepared import Tokens
-from txl.data.vocabulary import ByteVocabulary, Vocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.errors import Field, UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.files import JsonObject

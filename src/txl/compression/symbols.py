@@ -9,7 +9,7 @@ import re
 
 import numpy as np
 
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 
 _AT_ONCE = 1 << 14  # symbols that are decoded at once
@@ -21,39 +21,31 @@ class Symbols:
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
-        if isinstance(vocabulary, ByteVocabulary):
-            pieces = [bytes([value]) for value in vocabulary.values]
-        elif isinstance(vocabulary, CharVocabulary):
-            pieces = [symbol.encode("utf-8") for symbol in vocabulary.symbols]
-            if vocabulary.unk_id is not None:
-                pieces[vocabulary.unk_id] = b""
-        elif isinstance(vocabulary, BpeVocabulary):
-            pieces = vocabulary.pieces
-        else:
+        pieces = vocabulary.pieces
+        if pieces is None:
             raise UserError(
                 f"this model reads {vocabulary.kind} tokens, which do not keep the white space between them, so a file "
                 f"could not be restored; use a model of bytes, characters or BPE tokens"
             )
         self._pieces = pieces
         of_byte = {piece[0]: token for token, piece in enumerate(pieces) if len(piece) == 1}
-        has_all = len(of_byte) == 256 and not isinstance(vocabulary, CharVocabulary)
+        has_all = len(of_byte) == 256  # never those of characters, of which only ASCII's are single bytes
         unknown = vocabulary.unk_id
         # Symbol that is followed by a literal byte; None: every byte is a token.
         self.escape: int | None = None if has_all else len(pieces) if unknown is None else unknown
         # Token that is read before the first symbol, and in place of an escape that is no token: a line end.
         self.start = of_byte.get(ord("\n"), 0)
-        if isinstance(vocabulary, CharVocabulary):
-            self._token_of = {symbol: token for token, symbol in enumerate(vocabulary.symbols)}
+        self._token_of = {piece: token for token, piece in enumerate(pieces) if token != unknown}
         self._byte_symbols = np.full(256, -1 if self.escape is None else self.escape, dtype=np.int32)
         for value, token in of_byte.items():
             self._byte_symbols[value] = token
 
     def encode(self, data: bytes) -> tuple[np.ndarray, bytes]:
         """Return symbols, int32 [N], and the literal bytes, one for each escape among the symbols."""
-        if isinstance(self._vocabulary, ByteVocabulary):
+        if self._vocabulary.kind == "byte":
             return self._as_bytes(data)
         text = data.decode("utf-8", errors="surrogateescape")
-        if isinstance(self._vocabulary, CharVocabulary):
+        if self._vocabulary.kind == "char":
             return self._as_characters(text)
         parts, at = [], 0
         for invalid in _INVALID.finditer(text):
@@ -89,18 +81,17 @@ class Symbols:
         symbols: list[int] = []
         literals = bytearray()
         for character in text:
-            known = self._token_of.get(character)
+            spelled = character.encode("utf-8", errors="surrogateescape")
+            known = self._token_of.get(spelled)
             if known is not None:
                 symbols.append(known)
                 continue
-            spelled = character.encode("utf-8", errors="surrogateescape")
             assert self.escape is not None  # a character vocabulary always needs an escape
             symbols += [self.escape] * len(spelled)
             literals += spelled
         return np.array(symbols, dtype=np.int32), bytes(literals)
 
     def _as_pairs(self, text: str) -> tuple[np.ndarray, bytes]:
-        assert isinstance(self._vocabulary, BpeVocabulary)
         data = text.encode("utf-8")
         symbols = self._vocabulary.encode_block(text).astype(np.int32)
         if b"".join([self._pieces[symbol] for symbol in symbols.tolist()]) == data:

@@ -24,29 +24,29 @@ BLOCK = 1 << 20
 """Bytes read at a time."""
 LARGEST_WINDOW = 1 << 31
 """Largest distance in bytes over which a .zst file may repeat itself. To read such a file takes this much memory."""
-_COMPRESSED_BLOCK = 1 << 10
-"""Compressed bytes that are read at a time; repetitive text grows ten thousandfold when decompressed."""
-_ZSTD_CHECKSUM = 0b100
-"""Bit of a frame's fifth byte: a checksum of the content follows the frame."""
+_COMPRESSED_BLOCK = 1 << 10  # bytes read at a time: repetitive text grows ten thousandfold when decompressed
+_ZSTD_CHECKSUM = 0b100  # bit of a frame's fifth byte: a checksum of the content follows the frame
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Compression:
-    """A compressed format. A file holds one or more streams (.gz: members, .zst: frames)."""
+    """A compressed format. A file holds one or more streams (.gz: members, .zst: frames).
+
+    Args:
+        tool: see `TOOLS`.
+        begin: function that returns a decompressor of one stream.
+        marks: first bytes of a stream.
+        padding: the number of zero bytes that may follow a stream is a multiple of this; None: none may follow.
+    """
 
     tool: str
-    """See `TOOLS`."""
     begin: Callable[[], Any]
-    """Function that returns a decompressor of one stream."""
     marks: tuple[bytes, ...]
-    """First bytes of a stream."""
     padding: int | None = None
-    """The number of zero bytes that may follow a stream is a multiple of this; None: none may follow."""
 
 
-_SKIPPED = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
-"""First bytes of frames of a .zst file that hold no content."""
+_SKIPPED = tuple(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))  # of .zst frames without content
 _COMPRESSIONS = {
     ".gz": _Compression("gzip", lambda: zlib.decompressobj(zlib.MAX_WBITS | 16), (b"\x1f\x8b",), padding=1),
     ".bz2": _Compression("bzip2", bz2.BZ2Decompressor, (b"BZh",)),
@@ -59,7 +59,7 @@ _COMPRESSIONS = {
 }
 COMPRESSED = tuple(_COMPRESSIONS)
 """Endings of the names of files that are decompressed while they are read."""
-TOOLS = {ending: each.tool for ending, each in _COMPRESSIONS.items()}
+TOOLS = {ending: compression.tool for ending, compression in _COMPRESSIONS.items()}
 """Program for each of these endings, which decompresses a file with -d, and checks it with -t."""
 
 
@@ -71,21 +71,21 @@ def open_file(path: Path) -> IO[bytes]:
             data are incomplete or damaged. A log message says so if they have no checksum, which shows damage.
     """
     try:
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by the reader)
+        file = _File(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    raw = _File(path, file)
     compression = _COMPRESSIONS.get(".gz" if path.suffix == ".tgz" else path.suffix)
-    if compression is not None:
-        raw = _Decompressed(path, file, _decompressed(path, io.BufferedReader(raw, BLOCK), compression))
-    return cast(IO[bytes], io.BufferedReader(raw, BLOCK))
+    if compression is None:
+        return cast(IO[bytes], io.BufferedReader(file, BLOCK))
+    blocks = _decompressed(path, io.BufferedReader(file, BLOCK), compression)
+    return cast(IO[bytes], io.BufferedReader(_Decompressed(file, blocks), BLOCK))
 
 
 class _File(io.RawIOBase):
-    """Content of a file."""
+    """Content of a file; what cannot be read is the user's error."""
 
-    def __init__(self, path: Path, file: io.FileIO):
-        self._path, self._file, self.name = path, file, str(path)
+    def __init__(self, path: Path):
+        self._file, self.name = io.FileIO(path), str(path)
 
     def readable(self) -> bool:
         return True
@@ -100,22 +100,26 @@ class _File(io.RawIOBase):
         try:
             return self._file.readinto(buffer) or 0
         except OSError as error:
-            raise UserError(f"{self._path}: cannot be read ({error.strerror})") from None
+            raise UserError(f"{self.name}: cannot be read ({error.strerror})") from None
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
 
-class _Decompressed(_File):
-    """Decompressed content of a file, from an iterator of its blocks."""
+class _Decompressed(io.RawIOBase):
+    """Decompressed content of a file."""
 
-    def __init__(self, path: Path, file: io.FileIO, blocks: Iterator[bytes]):
-        super().__init__(path, file)
-        self._blocks, self._ready = blocks, memoryview(b"")
+    def __init__(self, file: _File, blocks: Iterator[bytes]):
+        self._file, self._blocks, self.name = file, blocks, file.name
+        self._ready = memoryview(b"")
 
-    def seekable(self) -> bool:
-        return False
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         self._ready = self._ready or memoryview(next(self._blocks, b""))

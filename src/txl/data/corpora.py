@@ -7,25 +7,25 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
-import platformdirs
-
-from txl.config import DataConfig, Unit
-from txl.data.catalogue import BENCHMARKS
+from txl.config import Boundary, DataConfig, Unit
+from txl.data.benchmarks import BENCHMARKS
 from txl.data.formats import reading_note
+from txl.data.pieces import SPLITS, WHOLE, Piece, Pieces
 from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.public import PublicCorpus, cut_down_by
-from txl.data.sources import SPLITS, WHOLE, Piece, Pieces
 from txl.data.standard_library import stdlib_files, stdlib_pieces
 from txl.data.user_text import find_files, refuse_no_text, user_pieces
-from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError, did_you_mean
-from txl.files import JsonObject, absolute, refuse_file, usable_cache
+from txl.files import JsonObject, absolute, cache_folder, refuse_file
 
 __all__ = [
     "Corpus",
@@ -48,8 +48,8 @@ def list_corpora() -> list[dict[str, str]]:
     """Return name, description and natural unit of every named corpus."""
     about = "the Python standard library's own .py files; on every machine, no download"
     stdlib = {"name": STDLIB, "description": about, "unit": "byte"}
-    public = [{"name": each.name, "description": each.description, "unit": each.unit} for each in BENCHMARKS.values()]
-    return [stdlib, *public]
+    public = BENCHMARKS.values()
+    return [stdlib, *({"name": one.name, "description": one.description, "unit": one.unit} for one in public)]
 
 
 def natural_unit(name: str) -> Unit:
@@ -140,20 +140,15 @@ def open_corpus(
     """
     is_public = name in BENCHMARKS
     config = _with_unit(_named(name, whole), unit, config, vocabulary)
+    chosen = {"like_original": like_original, "boundary": boundary, "verify": verify}
+    config = dataclasses.replace(config, **{name: value for name, value in chosen.items() if value is not None})
+    if config.boundary not in get_args(Boundary):
+        raise UserError(f"data.boundary is {config.boundary!r}; expected one of {', '.join(get_args(Boundary))}")
     source = source if source is not None else config.source
     folder = data_directory(data_dir)
     if is_public:
-        return PublicCorpus(
-            BENCHMARKS[name],
-            config,
-            folder,
-            source=None if source is None else Path(os.path.expanduser(source)),
-            vocabulary=vocabulary,
-            like_original=config.like_original if like_original is None else like_original,
-            boundary=config.boundary if boundary is None else boundary,
-            verify=config.verify if verify is None else verify,
-            quiet=quiet,
-        ).open()
+        source = None if source is None else Path(os.path.expanduser(source))
+        return PublicCorpus(BENCHMARKS[name], config, folder, source, vocabulary, quiet).open()
     if source is not None:
         raise UserError(f"data.source is set, but {config.corpus} is not fetched from anywhere; leave it out")
     return _open_own(config, vocabulary, folder, quiet, whole)
@@ -238,10 +233,7 @@ def data_directory(data_dir: str | Path | None) -> Path:
         folder = Path(os.path.expanduser(chosen))
         refuse_file(folder, "data_dir" if data_dir else "TXL_DATA", "a folder")
         return folder
-    try:
-        return usable_cache(Path(platformdirs.user_cache_dir("transformer-xl")))
-    except RuntimeError:  # HOME is not set, and the user id has no home directory
-        return usable_cache(Path("~"))
+    return cache_folder()
 
 
 def _open(
@@ -256,23 +248,22 @@ def _open(
 ) -> Corpus:
     """Open or prepare the corpus of these files (compared by path, size and modification time) and this recipe."""
     stamps = stamps_of(files)
-
-    read: list[Path] = []
+    paths: dict[Path, None] = {}
 
     def pieces_read() -> Pieces:
-        found = pieces()
-        read.extend(piece.path for parts in found.values() for piece in parts)
-        return found
+        splits = pieces()
+        paths.update((piece.path, None) for parts in splits.values() for piece in parts)
+        return splits
 
     def check(meta: JsonObject) -> None:
         if stamps_of(files) != stamps:
             raise UserError(f"{name} changed while it was read; run the command again")
-        if name != STDLIB and (note := reading_note(dict.fromkeys(read), recipe.unit)) is not None:
+        if name != STDLIB and (note := reading_note(paths, recipe.unit)) is not None:
             meta["note"] = note
 
     everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
     key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
-    safe = "".join(each if each.isalnum() or each in "-_." else "_" for each in label).lstrip(".")[:40] or "text"
+    safe = re.sub(r"[^\w.-]", "_", label).lstrip(".")[:40] or "text"
     directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"
     corpus = prepared_before(directory, name, quiet)
     if corpus is not None:
@@ -298,6 +289,6 @@ def own_files(name: str) -> list[Path]:
         # A bare word was probably meant as a name.
         if os.path.exists(name) or any(mark in name for mark in "/\\.*?["):
             raise
-        names = [each["name"] for each in list_corpora()]
+        names = [STDLIB, *BENCHMARKS]
         hint = did_you_mean(name, names, cutoff=0.5) or f"named corpora: {', '.join(names)}"
         raise UserError(f"unknown corpus {name[:200]!r}, and {error}; {hint}") from None

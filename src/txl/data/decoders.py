@@ -23,7 +23,7 @@ class Decoder(Protocol):
 
 
 class BytesDecoder:
-    """Decoder of UTF-8 byte strings; a character that is spread over tokens is returned with its last byte."""
+    """Decoder of tokens that are UTF-8 bytes; a character spread over tokens is returned with its last byte."""
 
     def __init__(self, pieces: Sequence[bytes]):
         self._pieces = pieces
@@ -36,21 +36,6 @@ class BytesDecoder:
     def flush(self) -> str:
         """Return U+FFFD if a character was left incomplete."""
         return self._decoder.decode(b"", final=True)
-
-
-class SymbolDecoder:
-    """Decoder of tokens that are one character each."""
-
-    def __init__(self, symbols: Sequence[str]):
-        self._symbols = symbols
-
-    def push(self, token: int) -> str:
-        """Return the token's character."""
-        return self._symbols[token]
-
-    def flush(self) -> str:
-        """Return nothing: every token is complete."""
-        return ""
 
 
 class WordDecoder:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Literal, cast, get_args
 
 from txl.data.decoders import Decoder
-from txl.data.vocabulary import UNK, Vocabulary, WordVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
+from txl.data.words import UNK
 from txl.errors import UserError
 
 Convention = Literal["wikitext", "ptb", "lm1b"]

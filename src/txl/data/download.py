@@ -1,4 +1,4 @@
-"""Downloads of public files through pooch; only complete, verified files are kept.
+"""Downloads of public files by pooch; only complete, verified files are kept.
 
 A file is downloaded under a temporary name and renamed when its hash is correct. An interrupted transfer is repeated
 from the beginning.
@@ -6,17 +6,14 @@ from the beginning.
 
 from __future__ import annotations
 
-import hashlib
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from txl.data.catalogue import Download
+from txl.data.benchmarks import Download
 from txl.data.progress import DownloadBar, say
 from txl.errors import UserError
-from txl.files import follow_umask, replacing
+from txl.files import file_sha256, follow_umask, write_whole
 
 TRIES = 3
 TIMEOUT = 30.0
@@ -59,65 +56,59 @@ class _Unavailable(Exception):
     """Error for a file that could not be downloaded from one URL."""
 
 
-def _fetch_file(download: Download, folder: Path, quiet: bool, timeout: float) -> None:
+def _fetch_file(file: Download, folder: Path, quiet: bool, timeout: float) -> None:
     """Download one file; if no hash is published, record the hash of the first download beside the file.
 
     Raises:
         _Unavailable: if the file could not be downloaded.
         OSError: if the file cannot be written.
     """
-    import requests.exceptions
-    from pooch.core import stream_download
-    from pooch.downloaders import HTTPDownloader
+    import pooch
+    from requests.exceptions import ConnectionError, HTTPError, RequestException, Timeout
 
-    path, record = folder / download.file_name, folder / f"{download.file_name}.sha256"
-    known = download.hash or (f"sha256:{record.read_text().strip()}" if record.is_file() else None)
-    if path.is_file() and known is not None and file_hash(path, known) == known:
-        return
-    say(f"downloading {download.url}", quiet)
-    bar = DownloadBar(download.file_name, quiet)
-    # Without content encoding, Content-Length is the length of the file, so that a truncated transfer is detected.
-    headers = {"Accept-Encoding": "identity", "User-Agent": "transformer-xl"}
-    downloader = HTTPDownloader(progressbar=cast(Any, bar), chunk_size=1 << 18, timeout=timeout, headers=headers)
+    name, url = file.file_name, file.url
+    path, record = folder / name, folder / f"{name}.sha256"
+    known = file.hash or (f"sha256:{record.read_text().strip()}" if record.is_file() else None)
+    pooch.get_logger().setLevel("WARNING")  # this module prints what pooch would log at the level "INFO"
+    files = pooch.create(folder, base_url="", registry={name: known}, urls={name: url}, retry_if_failed=TRIES - 1)
+
+    tell = functools.cache(say)  # once, not at each try
+
+    def transfer(*to: Any, **options: Any) -> None:
+        tell(f"downloading {url}", quiet)
+        # Without content encoding, Content-Length is the length of the file, so that a truncated transfer is detected.
+        headers = {"Accept-Encoding": "identity", "User-Agent": "transformer-xl"}
+        bar: Any = DownloadBar(name, quiet)
+        download = pooch.HTTPDownloader(bar, chunk_size=1 << 18, timeout=timeout, headers=headers)
+        try:
+            download(*to, **options)
+        finally:
+            bar.close()
+
     try:
-        with _silent_pooch():
-            stream_download(download.url, path, known, cast(Any, downloader), retry_if_failed=TRIES - 1)
-    except requests.exceptions.HTTPError as error:
+        files.fetch(name, downloader=transfer)
+    except HTTPError as error:
         status = error.response.status_code if error.response is not None else "an error"
-        raise _Unavailable(f"{download.url} answered {status}") from None
-    except requests.exceptions.Timeout:
-        raise _Unavailable(f"{download.url} did not answer within {timeout:g} seconds, {TRIES} times") from None
-    except requests.exceptions.ConnectionError as error:
-        raise _Unavailable(f"{download.url} could not be reached, {TRIES} times ({_reason(error)})") from None
-    except requests.exceptions.RequestException as error:
-        raise _Unavailable(f"{download.url} broke off {TRIES} times ({_reason(error)})") from None
+        raise _Unavailable(f"{url} answered {status}") from None
+    except Timeout:
+        raise _Unavailable(f"{url} did not answer within {timeout:g} seconds, {TRIES} times") from None
+    except RequestException as error:
+        what = "could not be reached," if isinstance(error, ConnectionError) else "broke off"
+        raise _Unavailable(f"{url} {what} {TRIES} times ({_reason(error)})") from None
     except ValueError:  # pooch raises it for a wrong hash
-        raise _Unavailable(
-            f"{download.url} returned a file other than the known one ({known}), {TRIES} times"
-        ) from None
-    finally:
-        bar.close()
+        raise _Unavailable(f"{url} returned a file other than the known one ({known}), {TRIES} times") from None
     follow_umask(path)
     if known is None:
-        digest = file_hash(path, "sha256:").removeprefix("sha256:")
-        with replacing(record) as temporary:
-            temporary.write_text(digest + "\n")
-        say(f"note: no published hash of {download.file_name} is known; recorded sha256 {digest}", quiet)
+        digest = file_sha256(path)
+        write_whole(record, digest + "\n")
+        say(f"note: no published hash of {name} is known; recorded sha256 {digest}", quiet)
 
 
 def forget(folder: Path) -> None:
     """Remove the downloaded files of a folder, so that damaged content is downloaded again."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.is_file():
-                path.unlink(missing_ok=True)
-
-
-def file_hash(path: Path, like: str) -> str:
-    """Return the hash of a file as "algorithm:hex", with the algorithm of `like`."""
-    algorithm = like.split(":")[0]
-    with open(path, "rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
+    for path in folder.glob("*"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def _reason(error: Exception) -> str:
@@ -129,17 +120,3 @@ def _reason(error: Exception) -> str:
     text = " ".join(str(inner).split())
     # "HTTPConnection(host='...', port=80): what happened": the caller's message names the address.
     return text.rpartition("): ")[2][:160] or type(error).__name__
-
-
-@contextmanager
-def _silent_pooch() -> Iterator[None]:
-    """Silence pooch's own messages within the `with` block, as this module prints equivalent ones."""
-    import pooch
-
-    logger = pooch.get_logger()
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

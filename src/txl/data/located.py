@@ -16,26 +16,15 @@ Shapes: N tokens, C characters and D bytes of a block.
 
 from __future__ import annotations
 
-import codecs
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from txl.data.counting import whole_line_ends, whole_words
-from txl.data.sources import Piece
-from txl.data.vocabulary import (
-    BYTE_ORDER_MARK,
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    normalised,
-)
-from txl.data.words import word_spans
-from txl.errors import UserError
+from txl.data.blocks import BYTE_ORDER_MARK, naming, whole_line_ends
+from txl.data.pieces import Piece
+from txl.data.vocabulary import Vocabulary, normalised
 
 _WHITE = np.array([code for code in range(0x3001) if chr(code).isspace()], dtype=np.uint32)
 
@@ -67,30 +56,32 @@ def located_tokens(
         vocabulary: vocabulary to encode with; characters and words that it lacks become `<unk>`.
         normalise: True to normalise the text; None: as the vocabulary does.
     """
-    words = _WordCounter()
+    words, marks = _WordCounter(), SentenceMarks(vocabulary)
     normalise = vocabulary.normalise if normalise is None else normalise and vocabulary.kind != "byte"
-    try:
-        by_word = vocabulary if isinstance(vocabulary, WordVocabulary) else None
-        marks = None if by_word is None or by_word.boundary is None else _SentenceMarks(by_word)
-        first = piece.start
-        for text, n_read in _texts(piece, blocks, vocabulary):
+    first = n_read = piece.start
+    with naming(piece):
+        texts = vocabulary.texts(piece, blocks)
+        for text, done in whole_line_ends(piece, texts) if normalise else texts:
+            n_read += done
             block = _Block(text, normalise, begins=first == piece.start)
-            ids, starts, ends = _encode(block, vocabulary)
+            ids = vocabulary.encode_block(block.text)
+            starts, ends = vocabulary.places(block.text, ids, block.edges)
             numbers, is_text = words.number(block.white(), starts, ends)
-            if by_word is not None:
+            if vocabulary.kind == "word":
                 numbers = np.where(is_text, numbers, -1)
-            if marks is not None:
-                ids, starts, ends, numbers, is_text = marks.added(ids, starts, ends, numbers, is_text)
-            starts, ends = (np.minimum(block.places[each] + first, n_read) for each in (starts, ends))
-            rows = zip(*(each.tolist() for each in (ids, starts, ends, numbers, is_text)), strict=True)
+            # A boundary has no text: it stands where the next token begins, and belongs to no word.
+            places = marks.places(ids)
+            ends = np.insert(ends, places, starts[places])
+            starts = np.insert(starts, places, starts[places])
+            ids, numbers = np.insert(ids, places, marks.eos_id), np.insert(numbers, places, -1)
+            is_text = np.insert(is_text, places, False)
+            # The end that a word vocabulary adds to the last line lies behind the text.
+            starts, ends = (np.minimum(block.places[edges] + first, n_read) for edges in (starts, ends))
+            rows = zip(*(column.tolist() for column in (ids, starts, ends, numbers, is_text)), strict=True)
             for token, start, end, word, solid in rows:
-                place = None if word < 0 else word
-                yield LocatedToken(token, start, end, place, solid, block.whole[start - first : end - first])
+                part = block.whole[start - first : end - first]
+                yield LocatedToken(token, start, end, None if word < 0 else word, solid, part)
             first += len(block.whole)
-    except UserError as error:
-        if str(piece.path) in str(error):
-            raise
-        raise UserError(f"{piece.path}: {error}") from None
 
 
 def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
@@ -105,21 +96,6 @@ def bytes_before(ids: np.ndarray, tokens: Iterable[LocatedToken]) -> int | None:
         if token.id != expected[place]:
             return None
     return None
-
-
-def _texts(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[str, int]]:
-    """Yield the text in blocks whose ends no token crosses, each with the file offset up to which bytes were read."""
-    n_read = piece.start
-    if isinstance(vocabulary, ByteVocabulary):
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
-        for block in blocks:
-            n_read += len(block)
-            yield decoder.decode(block), n_read
-        yield decoder.decode(b"", final=True), n_read
-        return
-    for text, done in (whole_words if isinstance(vocabulary, WordVocabulary) else whole_line_ends)(piece, blocks):
-        n_read += done
-        yield text, n_read
 
 
 class _Block:
@@ -155,27 +131,6 @@ class _Block:
         return np.repeat(np.isin(self._codes, _WHITE), self._lengths)
 
 
-def _encode(block: _Block, vocabulary: Vocabulary) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the token ids of a block, and the byte offsets at which each token starts and ends: int64 [N] each."""
-    edges = np.arange(len(block.data) + 1)
-    if isinstance(vocabulary, ByteVocabulary):
-        ids = vocabulary.encode_bytes(block.data)
-    elif isinstance(vocabulary, CharVocabulary):
-        ids, edges = vocabulary.encode_text(block.text), block.edges
-    elif isinstance(vocabulary, WordVocabulary):
-        found = word_spans(block.text, vocabulary.rule, with_ends=vocabulary.eos is not None)
-        spans = np.array(found, dtype=np.int64).reshape(-1, 2)
-        return vocabulary.encode_words(vocabulary.cut(block.text)), block.edges[spans[:, 0]], block.edges[spans[:, 1]]
-    elif isinstance(vocabulary, BpeVocabulary):
-        ids = vocabulary.encode_block(block.text).astype(np.int64)
-        edges = np.concatenate([[0], np.cumsum(vocabulary.n_bytes(ids))])
-        if edges[-1] != len(block.data):
-            raise UserError("the vocabulary's tokens do not spell the text, so their places in it are not known")
-    else:
-        raise TypeError(f"no encoding for a {type(vocabulary).__name__}")
-    return ids, edges[:-1], edges[1:]
-
-
 class _WordCounter:
     """Counter that numbers the words of a text across blocks."""
 
@@ -202,29 +157,23 @@ class _WordCounter:
         return numbers, is_text
 
 
-class _SentenceMarks:
-    """Inserter of the sentence boundary tokens that the text does not contain (see `WordVocabulary`)."""
+class SentenceMarks:
+    """Places of the boundary tokens that a text of separate sentences does not contain (see `WordVocabulary`)."""
 
-    def __init__(self, vocabulary: WordVocabulary):
-        assert vocabulary.eos_id is not None  # a boundary is a word
-        self._eos, self._both, self._due = vocabulary.eos_id, vocabulary.boundary == "both", True
+    def __init__(self, vocabulary: Vocabulary):
+        self.eos_id = vocabulary.eos_id or 0  # a vocabulary with boundaries has one
+        self._both = vocabulary.boundary == "both"
+        self._due = vocabulary.boundary is not None
 
-    def added(
-        self, ids: np.ndarray, starts: np.ndarray, ends: np.ndarray, numbers: np.ndarray, is_text: np.ndarray
-    ) -> tuple[np.ndarray, ...]:
-        """Return all arguments [N] with boundary tokens inserted, each before the first token of the next sentence."""
-        if len(ids) == 0:
-            return ids, starts, ends, numbers, is_text
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """Return the indices before which a boundary token belongs among the tokens of the next block [N].
+
+        A boundary token that begins a sentence stands before its first token, so that none ends the text.
+        """
         before = np.zeros(len(ids), dtype=bool)
-        before[0] = self._due
-        if self._both:
-            before[1:] = ids[:-1] == self._eos
-        self._due = self._both and bool(ids[-1] == self._eos)
-        places = np.flatnonzero(before)
-        return (
-            np.insert(ids, places, self._eos),
-            np.insert(starts, places, starts[places]),
-            np.insert(ends, places, starts[places]),
-            np.insert(numbers, places, -1),
-            np.insert(is_text, places, False),
-        )
+        if len(ids):
+            before[0] = self._due
+            if self._both:
+                before[1:] = ids[:-1] == self.eos_id
+            self._due = self._both and bool(ids[-1] == self.eos_id)
+        return np.flatnonzero(before)

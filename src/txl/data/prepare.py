@@ -21,7 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from txl.config import DataConfig, WordRule
-from txl.data.counting import Normaliser, SymbolCounter, WordCounter, bpe_vocabulary, decoded, whole_words, words
+from txl.data.blocks import Blocks, Normaliser, decoded, naming, whole_words
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary
+from txl.data.located import SentenceMarks
+from txl.data.pieces import Piece, Pieces
 from txl.data.prepared import (
     META_FORMAT,
     Corpus,
@@ -33,9 +37,8 @@ from txl.data.prepared import (
     write_meta,
 )
 from txl.data.progress import say
-from txl.data.sources import Piece, Pieces
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, CharVocabulary, Vocabulary, WordVocabulary
-from txl.data.words import UNK, holds_word
+from txl.data.vocabulary import Vocabulary
+from txl.data.words import EOS, UNK, holds_word, words_and_ends
 from txl.errors import UserError
 from txl.files import JsonObject, is_full, make_scratch
 
@@ -117,8 +120,8 @@ def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
 
 def stamps_of(files: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Return path, size and modification time of each file; a text with unchanged stamps is not prepared again."""
-    found = [(path, path.stat()) for path in files]
-    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in found]
+    statuses = [(path, path.stat()) for path in files]
+    return [(str(path.absolute()), status.st_size, status.st_mtime_ns) for path, status in statuses]
 
 
 def not_written(what: str, folder: Path, error: OSError) -> UserError:
@@ -157,7 +160,7 @@ def prepare(
         directory.parent.mkdir(parents=True, exist_ok=True)
         _sweep(directory.parent)
         temporary = make_scratch(directory.parent, directory.name)
-        meta = _build(temporary, name, pieces(), recipe, progress)
+        meta = _Preparation(temporary, pieces(), recipe, progress).write(name)
         if check is not None:
             check(meta)
         write_meta(temporary, meta)
@@ -179,38 +182,6 @@ def _sweep(folder: Path) -> None:
         with suppress(OSError):  # another process may have finished and renamed the directory
             if time.time() - path.stat().st_mtime > STALE_AFTER:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: StageProgress) -> JsonObject:
-    """Write the token files, texts and vocabulary of a corpus, and return its record."""
-    readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
-    if recipe.unit == "word" and recipe.vocabulary is None:
-        vocabulary, splits = _number_words(directory, readers, recipe, progress)
-    else:
-        vocabulary, splits = recipe.vocabulary or _make_vocabulary(pieces, recipe, progress), {}
-    (directory / "vocabulary.json").write_text(json.dumps(vocabulary.to_json(), ensure_ascii=False), encoding="utf-8")
-    dtype = token_dtype(len(vocabulary))
-    for split, reader in readers.items():
-        if split not in splits:
-            splits[split] = _write_split(
-                directory, split, reader, _encoded(reader, vocabulary), dtype, vocabulary, progress
-            )
-        if splits[split]["tokens"] == 0:
-            raise UserError(f"{name}: the {split} split is empty; expected some text")
-    splits = {split: splits[split] for split in readers}
-    vocabulary_hash = vocabulary_sha256(vocabulary)
-    content = [vocabulary.kind, vocabulary_hash, *[f"{key} {value['sha256_tokens']}" for key, value in splits.items()]]
-    return {
-        "format": META_FORMAT,
-        "name": name,
-        "unit": vocabulary.kind,
-        "vocabulary_size": len(vocabulary),
-        "splits": splits,
-        **recipe.record,
-        **_normalised(readers),
-        "sha256_vocabulary": vocabulary_hash,
-        "identity": hashlib.sha256("\n".join(content).encode()).hexdigest(),
-    }
 
 
 class _Reader:
@@ -238,165 +209,160 @@ class _Reader:
                 self.keep(block)
             yield block
 
-    def texts(self) -> Iterator[tuple[str, int]]:
+    def texts(self) -> Blocks:
         """Yield the text of all pieces block by block, each with the number of bytes read for it."""
         for piece in self.pieces:
             yield from decoded(piece, self.blocks(piece))
 
+    def encoded(self, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
+        """Yield the token ids block by block, each with the number of bytes read for it.
 
-def _normalised(readers: dict[str, _Reader]) -> JsonObject:
-    """Return the numbers of byte order marks and line ends changed by normalising, for the record."""
-    those = [reader.normaliser for reader in readers.values() if reader.normaliser is not None]
-    counts = {name: sum(getattr(each, name) for each in those) for name in ("byte_order_marks", "line_ends")}
-    return {"normalised": counts} if any(counts.values()) else {}
+        A character or word that the vocabulary lacks becomes `<unk>`. In words, the last line of a piece has an `<eos>`
+        even without a line end.
 
-
-def _write_split(
-    directory: Path,
-    split: str,
-    reader: _Reader,
-    encoded: Iterable[tuple[np.ndarray, int]],
-    dtype: np.dtype[np.unsignedinteger],
-    vocabulary: Vocabulary | None,
-    progress: StageProgress,
-) -> JsonObject:
-    """Write a split's token file, and the text if it is kept; return the split's record.
-
-    Without a vocabulary, the tokens are provisional word numbers (see `WordCounter`).
-    """
-    doing = f"counting words of {split}" if vocabulary is None else f"encoding {split}"
-    unk_id = None if vocabulary is None else vocabulary.unk_id
-    with ExitStack() as files:
-        writer = files.enter_context(TokenWriter(directory / f"{split}.tokens", dtype, unk_id))
-        if keeps_text(split, vocabulary):
-            reader.keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
-        for ids, done in encoded:
-            writer.write(ids)
-            progress(doing, done, reader.size)
-    return {
-        "tokens": writer.tokens,
-        "bytes": reader.n_bytes,
-        "unknown": writer.unknown,
-        "sha256_tokens": writer.sha256,
-        "sha256_text": reader.hash.hexdigest(),
-    }
+        Raises:
+            UserError: if the text is not UTF-8 or holds NUL bytes (in all units except bytes), or if a vocabulary
+                without `<unk>` lacks symbols of the text.
+        """
+        marks = SentenceMarks(vocabulary)
+        for piece in self.pieces:
+            with naming(piece):
+                for text, done in vocabulary.texts(piece, self.blocks(piece)):
+                    ids = vocabulary.encode_block(text)
+                    yield np.insert(ids, marks.places(ids), marks.eos_id) if vocabulary.boundary else ids, done
 
 
-def _number_words(
-    directory: Path, readers: dict[str, _Reader], recipe: Recipe, progress: StageProgress
-) -> tuple[Vocabulary, dict[str, JsonObject]]:
-    """Build a word vocabulary and write the splits that it is counted from; return the vocabulary and their records."""
-    counter, splits = WordCounter(), {}
-    rule, min_count = _how_words_are_cut(recipe, [piece for split in recipe.counted for piece in readers[split].pieces])
-    for split in recipe.counted:
-        reader = readers[split]
-        encoded = (
-            (counter.add(some), done)
-            for piece in reader.pieces
-            for some, done in words(piece, reader.blocks(piece), rule=rule)
-        )
-        splits[split] = _write_split(directory, split, reader, encoded, np.dtype("<u4"), None, progress)
-    vocabulary, ids = counter.vocabulary(min_count, recipe.max_words, rule=rule, normalise=recipe.normalise)
-    dtype = token_dtype(len(vocabulary))
-    for split, record in splits.items():
-        path, numbered = directory / f"{split}.tokens", directory / f"{split}.numbers"
-        os.rename(path, numbered)
-        with TokenWriter(path, dtype, vocabulary.unk_id) as writer, open(numbered, "rb") as file:
-            while block := file.read(1 << 22):
-                writer.write(ids[np.frombuffer(block, dtype="<u4")])
-        numbered.unlink()
-        record |= {"unknown": writer.unknown, "sha256_tokens": writer.sha256}
-    return vocabulary, splits
+class _Preparation:
+    """Writer of the files of one prepared corpus."""
 
+    def __init__(self, directory: Path, pieces: Pieces, recipe: Recipe, progress: StageProgress):
+        self._directory, self._recipe, self._progress = directory, recipe, progress
+        self._readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
+        self._records: dict[str, JsonObject] = {}
+        """Record of each split that is written."""
 
-def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
-    """Return the word rule and `min_count`, as configured or derived from the text (see `Recipe.word_rule`)."""
-    if recipe.word_rule is not None and recipe.min_count is not None:
-        return recipe.word_rule, recipe.min_count
-    has_unknown, has_hyphen = (
-        holds_word((block for piece in pieces for block in piece.blocks()), word) for word in (UNK, "@-@")
-    )
-    rule: WordRule = "whitespace" if has_unknown or has_hyphen else "punctuation"
-    return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
-
-
-def _make_vocabulary(pieces: Pieces, recipe: Recipe, progress: StageProgress) -> Vocabulary:
-    """Build the vocabulary of bytes, characters or BPE tokens."""
-    counted = [piece for split in recipe.counted for piece in pieces[split]]
-    reader = _Reader(counted, recipe)
-    if recipe.unit == "byte":
-        if not recipe.closed:
-            return ByteVocabulary()
-        counter = SymbolCounter(256)
-        for block in (block for piece in counted for block in reader.blocks(piece)):
-            counter.add(np.frombuffer(block, dtype=np.uint8))
-            progress("counting bytes", len(block), reader.size)
-        return ByteVocabulary(counter.most_frequent_first())
-    if recipe.unit == "char":
-        counter = SymbolCounter(0x110000)
-        for text, done in reader.texts():
-            counter.add(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32))
-            progress("counting characters", done, reader.size)
-        codes = counter.most_frequent_first() if recipe.closed else counter.sorted()
-        return CharVocabulary(map(chr, codes), unknown=not recipe.closed, normalise=recipe.normalise)
-
-    def told() -> Iterator[tuple[str, int]]:
-        for text, done in reader.texts():
-            progress("reading for BPE tokens", done, reader.size)
-            yield text, done
-        progress("learning BPE tokens", 0, None)
-
-    return bpe_vocabulary(counted, recipe.vocab_size, told(), recipe.normalise)
-
-
-def _encoded(reader: _Reader, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the token ids of a split block by block, each with the number of bytes read for it."""
-    blocks = (each for piece in reader.pieces for each in encode_piece(piece, reader.blocks(piece), vocabulary))
-    if not isinstance(vocabulary, WordVocabulary) or vocabulary.boundary is None:
-        yield from blocks
-        return
-    # The boundary token that begins a sentence is added when the sentence follows, so that none ends the split.
-    begin = np.array([vocabulary.eos_id])
-    if vocabulary.boundary == "end":
-        yield begin, 0
-        yield from blocks
-        return
-    due = begin
-    for ids, done in blocks:
-        if len(ids):
-            doubled = np.concatenate([due, np.repeat(ids, np.where(ids == vocabulary.eos_id, 2, 1))])
-            due = begin if ids[-1] == vocabulary.eos_id else begin[:0]
-            ids = doubled[:-1] if len(due) else doubled
-        yield ids, done
-
-
-def encode_piece(piece: Piece, blocks: Iterable[bytes], vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the token ids of a piece of text block by block, each with the number of bytes read for it.
-
-    The blocks are expected to be normalised already (see `Normaliser`). A character or word that the vocabulary lacks
-    becomes `<unk>`. In words, the last line of a piece has an `<eos>` even without a line end.
-
-    Raises:
-        UserError: if the text is not UTF-8 or holds NUL bytes (in all units except bytes), or if a vocabulary without
-            `<unk>` lacks symbols of the text.
-    """
-    try:
-        if isinstance(vocabulary, ByteVocabulary):
-            for block in blocks:
-                ids = np.frombuffer(block, dtype=np.uint8) if vocabulary.is_complete else vocabulary.encode_bytes(block)
-                yield ids, len(block)
-        elif isinstance(vocabulary, CharVocabulary):
-            for text, done in decoded(piece, blocks):
-                yield vocabulary.encode_text(text), done
-        elif isinstance(vocabulary, WordVocabulary):
-            for text, done in whole_words(piece, blocks):
-                yield vocabulary.encode_words(vocabulary.cut(text)), done
-        elif isinstance(vocabulary, BpeVocabulary):
-            for text, done in decoded(piece, blocks):
-                yield vocabulary.encode_block(text), done
+    def write(self, name: str) -> JsonObject:
+        """Write the vocabulary, token files and texts, and return the corpus's record."""
+        if self._recipe.vocabulary is not None:
+            vocabulary = self._recipe.vocabulary
         else:
-            raise TypeError(f"no encoding for a {type(vocabulary).__name__}")
-    except UserError as error:
-        if str(piece.path) in str(error):
-            raise
-        raise UserError(f"{piece.path}: {error}") from None
+            vocabulary = self._number_words() if self._recipe.unit == "word" else self._count_symbols()
+        text = json.dumps(vocabulary.to_json(), ensure_ascii=False)
+        (self._directory / "vocabulary.json").write_text(text, encoding="utf-8")
+        for split, reader in self._readers.items():
+            if split not in self._records:
+                self._write_split(split, reader.encoded(vocabulary), vocabulary)
+            if self._records[split]["tokens"] == 0:
+                raise UserError(f"{name}: the {split} split is empty; expected some text")
+        splits = {split: self._records[split] for split in self._readers}
+        vocabulary_hash = vocabulary_sha256(vocabulary)
+        hashes = [f"{split} {record['sha256_tokens']}" for split, record in splits.items()]
+        return {
+            "format": META_FORMAT,
+            "name": name,
+            "unit": vocabulary.kind,
+            "vocabulary_size": len(vocabulary),
+            "splits": splits,
+            **self._recipe.record,
+            **self._normalised(),
+            "sha256_vocabulary": vocabulary_hash,
+            "identity": hashlib.sha256("\n".join([vocabulary.kind, vocabulary_hash, *hashes]).encode()).hexdigest(),
+        }
+
+    def _normalised(self) -> JsonObject:
+        """Return the numbers of byte order marks and line ends changed by normalising, for the record."""
+        normalisers = [reader.normaliser for reader in self._readers.values() if reader.normaliser is not None]
+        marks = sum(normaliser.byte_order_marks for normaliser in normalisers)
+        line_ends = sum(normaliser.line_ends for normaliser in normalisers)
+        return {"normalised": {"byte_order_marks": marks, "line_ends": line_ends}} if marks or line_ends else {}
+
+    def _write_split(
+        self, split: str, encoded: Iterable[tuple[np.ndarray, int]], vocabulary: Vocabulary | None
+    ) -> None:
+        """Write a split's token file, and the text if it is kept.
+
+        Without a vocabulary, the tokens are provisional word numbers (see `WordCounter`).
+        """
+        reader, doing, unk_id = self._readers[split], f"counting words of {split}", None
+        dtype = np.dtype("<u4")
+        if vocabulary is not None:
+            doing, dtype, unk_id = f"encoding {split}", token_dtype(len(vocabulary)), vocabulary.unk_id
+        with ExitStack() as files:
+            writer = files.enter_context(TokenWriter(self._directory / f"{split}.tokens", dtype, unk_id))
+            if keeps_text(split, vocabulary):
+                reader.keep = files.enter_context(open(self._directory / f"{split}.text", "wb")).write
+            for ids, done in encoded:
+                writer.write(ids)
+                self._progress(doing, done, reader.size)
+        self._records[split] = {
+            "tokens": writer.tokens,
+            "bytes": reader.n_bytes,
+            "unknown": writer.unknown,
+            "sha256_tokens": writer.sha256,
+            "sha256_text": reader.hash.hexdigest(),
+        }
+
+    def _number_words(self) -> Vocabulary:
+        """Build a word vocabulary, and write the splits that it is counted from."""
+        counter, recipe = WordCounter(), self._recipe
+        rule, min_count = self._how_words_are_cut()
+        for split in recipe.counted:
+            reader = self._readers[split]
+            numbered = (
+                (counter.add(words_and_ends(text, EOS, rule)), done)
+                for piece in reader.pieces
+                for text, done in whole_words(piece, reader.blocks(piece))
+            )
+            self._write_split(split, numbered, None)
+        vocabulary, ids = counter.vocabulary(min_count, recipe.max_words, rule, recipe.normalise)
+        for split in recipe.counted:
+            path, numbers = self._directory / f"{split}.tokens", self._directory / f"{split}.numbers"
+            os.rename(path, numbers)
+            dtype = token_dtype(len(vocabulary))
+            with TokenWriter(path, dtype, vocabulary.unk_id) as writer, open(numbers, "rb") as file:
+                while block := file.read(1 << 22):
+                    writer.write(ids[np.frombuffer(block, dtype="<u4")])
+            numbers.unlink()
+            self._records[split] |= {"unknown": writer.unknown, "sha256_tokens": writer.sha256}
+        return vocabulary
+
+    def _how_words_are_cut(self) -> tuple[WordRule, int]:
+        """Return the word rule and `min_count`, as configured or derived from the text (see `Recipe.word_rule`)."""
+        recipe = self._recipe
+        if recipe.word_rule is not None and recipe.min_count is not None:
+            return recipe.word_rule, recipe.min_count
+        pieces = [piece for split in recipe.counted for piece in self._readers[split].pieces]
+        has_unknown, has_hyphen = (
+            holds_word((block for piece in pieces for block in piece.blocks()), word) for word in (UNK, "@-@")
+        )
+        rule: WordRule = "whitespace" if has_unknown or has_hyphen else "punctuation"
+        return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
+
+    def _count_symbols(self) -> Vocabulary:
+        """Build the vocabulary of bytes, characters or BPE tokens."""
+        recipe, progress = self._recipe, self._progress
+        pieces = [piece for split in recipe.counted for piece in self._readers[split].pieces]
+        reader = _Reader(pieces, recipe)
+        if recipe.unit == "byte":
+            if not recipe.closed:
+                return ByteVocabulary()
+            counter = SymbolCounter(256)
+            for block in (block for piece in pieces for block in reader.blocks(piece)):
+                counter.add(np.frombuffer(block, dtype=np.uint8))
+                progress("counting bytes", len(block), reader.size)
+            return ByteVocabulary(counter.most_frequent_first())
+        if recipe.unit == "char":
+            counter = SymbolCounter(0x110000)
+            for text, done in reader.texts():
+                counter.add(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32))
+                progress("counting characters", done, reader.size)
+            codes = counter.most_frequent_first() if recipe.closed else counter.sorted()
+            return CharVocabulary(map(chr, codes), unknown=not recipe.closed, normalise=recipe.normalise)
+
+        def texts() -> Iterator[str]:
+            for text, done in reader.texts():
+                progress("reading for BPE tokens", done, reader.size)
+                yield text
+            progress("learning BPE tokens", 0, None)  # the library learns after it has read everything
+
+        return bpe_vocabulary(pieces, recipe.vocab_size, texts(), recipe.normalise)

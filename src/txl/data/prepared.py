@@ -5,7 +5,6 @@ A token file holds the token ids of a split as little-endian integers and is rea
 
 from __future__ import annotations
 
-import codecs
 import errno
 import functools
 import hashlib
@@ -16,18 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from txl.data.counting import whole_words
-from txl.data.lacking import Lacking
+from txl.data.blocks import escaped
+from txl.data.lacking import Lacking, normalised_note, unknown_note
 from txl.data.located import bytes_before, located_tokens
-from txl.data.sources import BLOCK, Piece
-from txl.data.vocabulary import ByteVocabulary, Vocabulary, WordVocabulary
-from txl.data.words import unjoined
+from txl.data.pieces import BLOCK, Piece
+from txl.data.vocabularies import load_vocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, file_sha256, read_json, write_whole
 
@@ -35,12 +33,9 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 META_FORMAT = 2
-_OWN_HASH = "sha256_meta"
-"""Key of a record's hash of everything else in it."""
-_VERIFIED = "verified.json"
-"""File with the stamps of a corpus's files when they last had the recorded hashes."""
-_SETTLED = 2.0
-"""Seconds after which a change of a file shows in its time of change; file systems round times to this or less."""
+_OWN_HASH = "sha256_meta"  # key of a record's hash of everything else in it
+_VERIFIED = "verified.json"  # file with the stamps of a corpus's files when they last had the recorded hashes
+_SETTLED = 2.0  # seconds after which a change of a file shows in its time of change, which file systems round
 
 
 class NotRead(UserError):
@@ -53,11 +48,7 @@ Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """Return the narrowest unsigned integer dtype that holds all ids of a vocabulary."""
-    for name in ("<u1", "<u2", "<u4"):
-        dtype = np.dtype(name)
-        if vocab_size - 1 <= np.iinfo(dtype).max:
-            return dtype
-    raise ValueError(f"a vocabulary of {vocab_size} tokens does not fit 32 bits")
+    return next(np.dtype(name) for name in ("<u1", "<u2", "<u4") if vocab_size - 1 <= np.iinfo(name).max)
 
 
 @dataclass(frozen=True)
@@ -165,10 +156,9 @@ class Corpus:
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
-        self._bytes_of: dict[tuple[str, int], int | None] = {}
-        """Cached results of `_bytes_of_first`, which training calls before every evaluation."""
+        self._bytes_of: dict[tuple[str, int], int | None] = {}  # training asks the same before every evaluation
         try:
-            self.vocabulary = Vocabulary.load(directory / "vocabulary.json")
+            self.vocabulary = load_vocabulary(directory / "vocabulary.json")
             self._verify_changed()
         except OSError as error:
             raise _not_read(error, directory) from None
@@ -190,19 +180,12 @@ class Corpus:
 
     def tokens(self, split: str) -> Tokens:
         """Return the token ids of a split."""
-        record = self._record(split)
+        n_bytes, vocabulary = self._record(split)["bytes"], self.vocabulary
         sentences = None
-        if isinstance(self.vocabulary, WordVocabulary) and self.vocabulary.boundary is not None:
-            assert self.vocabulary.eos_id is not None  # a boundary is a word
-            sentences = Sentences(self.vocabulary.eos_id, self.vocabulary.boundary)
-        return Tokens(
-            self._ids(split),
-            split,
-            record["bytes"],
-            sentences,
-            self.vocabulary.unk_id,
-            functools.partial(self._bytes_of_first, split),
-        )
+        if vocabulary.boundary is not None and vocabulary.eos_id is not None:
+            sentences = Sentences(vocabulary.eos_id, vocabulary.boundary)
+        bytes_of_first = functools.partial(self._bytes_of_first, split)
+        return Tokens(self._ids(split), split, n_bytes, sentences, vocabulary.unk_id, bytes_of_first)
 
     def _ids(self, split: str) -> np.ndarray:
         return np.memmap(self._path(split, "tokens"), dtype=token_dtype(len(self.vocabulary)), mode="r")
@@ -227,7 +210,7 @@ class Corpus:
     def text_bytes(self, split: str) -> Iterator[bytes]:
         """Yield the text of a split, block by block; the text of the training split is spelled from its tokens."""
         self._record(split)
-        path = self._path(split, "tokens" if is_text(self.vocabulary) else "text")
+        path = self._path(split, "tokens" if self.vocabulary.is_text else "text")
         if not path.is_file():
             ids = self._ids(split)
             for start in range(0, len(ids), BLOCK):
@@ -255,25 +238,21 @@ class Corpus:
         A byte that is not UTF-8 counts as U+DC80 to U+DCFF.
         """
         counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
-        for block in chain(self.text_bytes(split), [b""]):
-            text = decoder.decode(block, final=not block).encode("utf-32-le", errors="surrogatepass")
-            found = np.bincount(np.frombuffer(text, dtype=np.uint32))
-            counts[: len(found)] += found
+        for text, _ in escaped(self.text_bytes(split)):
+            codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+            of_block = np.bincount(codes)
+            counts[: len(of_block)] += of_block
         return {code: int(counts[code]) for code in np.flatnonzero(counts).tolist()}
 
     def lacking(self, split: str, vocabulary: Vocabulary) -> Lacking:
         """Return the tally of the words and characters of a split that a vocabulary, or its training text, lacks."""
-        tally = Lacking(vocabulary)
-        if isinstance(vocabulary, WordVocabulary):
-            path = self._path(split, "text")
-            for text, _ in whole_words(Piece(path), self.text_bytes(split)) if path.is_file() else ():
-                for word in vocabulary.cut(text):
-                    if word not in vocabulary.ids:
-                        tally.add(unjoined(word)[1])
+        tally, path = Lacking(vocabulary), self._path(split, "text")
+        if vocabulary.kind == "word":
+            for text, _ in vocabulary.texts(Piece(path), self.text_bytes(split)) if path.is_file() else ():
+                tally.add_words(text)
         elif vocabulary.kind == "char" or vocabulary.seen is not None:
             for code, count in self.symbols(split).items():
-                if not tally.knows(chr(code)):
+                if not vocabulary.knows(chr(code)):
                     tally.add(chr(code), count)
         return tally
 
@@ -307,21 +286,24 @@ class Corpus:
     def _hashes(self) -> dict[Path, str]:
         """Return the recorded hashes of the token files and texts."""
         splits = self._meta["splits"].items()
-        found = {self._path(split, "tokens"): record["sha256_tokens"] for split, record in splits}
-        texts = {self._path(split, "text"): record["sha256_text"] for split, record in splits}
-        return found | {path: each for path, each in texts.items() if keeps_text(path.stem, self.vocabulary)}
+        tokens = {self._path(split, "tokens"): record["sha256_tokens"] for split, record in splits}
+        return tokens | {
+            self._path(split, "text"): record["sha256_text"]
+            for split, record in splits
+            if keeps_text(split, self.vocabulary)
+        }
 
     def _verify_changed(self) -> None:
         """Verify the files unless all have the stamps with which they were last verified."""
         names = ["meta.json", "vocabulary.json", *(path.name for path in self._hashes())]
-        found = {name: os.stat(self.directory / name) for name in names}
-        stamps = {name: [each.st_size, each.st_mtime_ns, each.st_ctime_ns, each.st_ino] for name, each in found.items()}
+        statuses = {name: os.stat(self.directory / name) for name in names}
+        stamps = {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in statuses.items()}
         path = self.directory / _VERIFIED
         with suppress(OSError, UserError):
             if read_json(path) == stamps:
                 return
         self.verify()
-        if time.time() - max(each.st_ctime for each in found.values()) > _SETTLED:
+        if time.time() - max(status.st_ctime for status in statuses.values()) > _SETTLED:
             with suppress(UserError):  # the folder may be another user's
                 write_whole(path, json.dumps(stamps))
 
@@ -334,52 +316,9 @@ class Corpus:
         return self.directory / f"{split}.{ending}"
 
 
-def normalised_note(name: str, byte_order_marks: int, line_ends: int) -> str | None:
-    """Return a note on what normalising changed in a text; None if nothing was changed."""
-    marks = "a byte order mark" if byte_order_marks == 1 else f"{byte_order_marks:,} byte order marks"
-    parts = [f"without {marks}"] * (byte_order_marks > 0)
-    parts += [f"with \\n for {line_ends:,} line ends \\r\\n"] * (line_ends > 0)
-    return f"{name} is read {' and '.join(parts)}" if parts else None
-
-
-def unknown_note(lacking: Lacking, unknown: int, tokens: int, where: str, trained: float | None) -> str | None:
-    """Return a note on the share of `<unk>` in a text and its effect on results; None if there is no `<unk>`.
-
-    Args:
-        lacking: tally of the unknown words or characters.
-        unknown: number of `<unk>` tokens.
-        tokens: number of all tokens.
-        where: description of the text, such as "the valid split".
-        trained: share of `<unk>` in the model's training text; None: unknown.
-    """
-    if not unknown:
-        return None
-    symbol = "word" if lacking.is_word else "character"
-    found = f"{unknown:,} of {tokens:,} {symbol}s of {where} ({_percent(unknown / tokens)}) are <unk>"
-    if trained == 0:
-        remedy = "data.min_count 2 would train it"
-        if not lacking.is_word:
-            found, remedy = f"{found} ({lacking.names()})", "replace them, or train on text that has them"
-        return f"{found}, which training never saw: their losses are noise, also in every average; {remedy}"
-    seen = "" if trained is None else f" (in training {_percent(trained)})"
-    return (
-        f"{found}{seen}: they count as one and the same {symbol}, whose spelling costs nothing, so the loss is lower "
-        f"than with a full vocabulary; compare it only with models of this vocabulary"
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.0005 else "below 0.1%"
-
-
-def is_text(vocabulary: Vocabulary | None) -> bool:
-    """Return whether the tokens of a vocabulary are the bytes of the text."""
-    return isinstance(vocabulary, ByteVocabulary) and vocabulary.is_complete
-
-
 def keeps_text(split: str, vocabulary: Vocabulary | None) -> bool:
     """Return whether the text of a split is stored beside its tokens."""
-    return split != "train" and not is_text(vocabulary)
+    return split != "train" and not (vocabulary is not None and vocabulary.is_text)
 
 
 def vocabulary_sha256(vocabulary: Vocabulary) -> str:

@@ -11,8 +11,7 @@ from contextlib import contextmanager, nullcontext
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-_LINE_EVERY = 10.0
-"""Seconds between two lines about a preparation that takes long."""
+_LINE_EVERY = 10.0  # seconds between two lines about a preparation that takes long
 
 
 def say(message: str, quiet: bool) -> None:
@@ -34,19 +33,16 @@ def preparing(name: str, unit: str, quiet: bool) -> Iterator[Callable[[str, int,
     name = name if len(name) <= 40 else f"...{name[-37:]}"
     with _bar(console, quiet) as bar:
         task = bar.add_task("preparing", total=None, name=name, doing="reading")
-        stage = ""
 
         def line() -> str:
-            done = bar.tasks[0]
-            share = f", {done.percentage:.0f}%" if done.total else ""
-            return f"preparing {name}: {done.fields['doing']}{share}, {time.monotonic() - began:.0f} s so far"
+            state = bar.tasks[0]
+            share = f", {state.percentage:.0f}%" if state.total else ""
+            return f"preparing {name}: {state.fields['doing']}{share}, {time.monotonic() - began:.0f} s so far"
 
         def progress(doing: str, done: int, total: int | None) -> None:
-            nonlocal stage
-            if doing != stage:
+            if doing != bar.tasks[0].fields["doing"]:
                 bar.reset(task, total=total, name=name, doing=doing)  # reset removes fields that are not passed
                 bar.tasks[0].total = total  # reset takes None for no change
-                stage = doing
             bar.update(task, advance=done)
 
         with nullcontext() if quiet or console.is_terminal else _repeated(line):
@@ -58,11 +54,11 @@ def _repeated(line: Callable[[], str]) -> Iterator[None]:
     """Print a line again and again, also while a library works and reports nothing."""
     over = threading.Event()
 
-    def tell() -> None:
+    def print_lines() -> None:
         while not over.wait(_LINE_EVERY):
             say(line(), quiet=False)
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
         yield
@@ -75,29 +71,22 @@ class DownloadBar:
     """Progress bar of a download, with the interface that pooch uses: `total`, `update`, `reset` and `close`."""
 
     def __init__(self, name: str, quiet: bool):
-        self._name, self._quiet = name, quiet
-        self._console = Console(stderr=True)
-        self._bar: Progress | None = None
         self.total = 0
+        self._bar = _bar(Console(stderr=True), quiet)
+        self._task = self._bar.add_task("download", total=None, name=name, doing="downloading")
+        self._bar.start()
 
     def update(self, done: int) -> None:
         """Add a number of received bytes."""
-        if self._bar is None:
-            self._bar = _bar(self._console, self._quiet)
-            self._bar.start()
-            self._bar.add_task("download", total=self.total or None, name=self._name, doing="downloading")
-        self._bar.update(self._bar.task_ids[0], advance=done)
+        self._bar.update(self._task, advance=done, total=self.total or None)
 
     def reset(self) -> None:
         """Set the progress back to zero."""
-        if self._bar is not None:
-            self._bar.reset(self._bar.task_ids[0], total=self.total or None, name=self._name, doing="downloading")
+        self._bar.update(self._task, completed=0)
 
     def close(self) -> None:
         """Remove the bar from the terminal."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._bar.stop()
 
 
 def _bar(console: Console, quiet: bool) -> Progress:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from txl.config import Boundary, DataConfig
-from txl.data.catalogue import Benchmark
+from txl.config import DataConfig
+from txl.data.benchmark_files import Parts, count_differences, file_differences, opened, pieces_of, source_files
+from txl.data.benchmarks import Benchmark
 from txl.data.download import fetch, forget
-from txl.data.layouts import Parts, count_differences, file_differences, opened, pieces_of, source_files
+from txl.data.pieces import SPLITS, Piece
 from txl.data.prepare import Recipe, normalises, not_written, prepare, prepared_before, stamps_of
 from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
-from txl.data.sources import SPLITS, Piece
-from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, reason_of
 
@@ -25,45 +26,25 @@ class _NotTheCorpus(UserError):
     """Error for a source that is damaged or differs from the published corpus."""
 
 
+@dataclass(frozen=True)
 class PublicCorpus:
     """A public corpus, and the settings for opening it.
 
     Args:
         benchmark: description of the corpus: files, counts and hashes.
-        config: data settings: the unit and the settings of the vocabulary.
+        config: data settings: the unit, the settings of the vocabulary, `like_original`, `boundary` and `verify`.
         folder: directory of prepared corpora and downloads.
         source: folder or archive to read the corpus from; None: the prepared corpus if there is one, else a download.
         vocabulary: vocabulary to encode with; None: the corpus's own.
-        like_original: True to prepare the corpus as the authors' code does.
-        boundary: predicted boundary tokens of a sentence: "end" or "both" (see `open_corpus`).
-        verify: True to refuse a text that differs from the known corpus.
         quiet: True to write nothing to standard error.
     """
 
-    def __init__(
-        self,
-        benchmark: Benchmark,
-        config: DataConfig,
-        folder: Path,
-        *,
-        source: Path | None,
-        vocabulary: Vocabulary | None,
-        like_original: bool,
-        boundary: str,
-        verify: bool,
-        quiet: bool,
-    ):
-        self.benchmark, self.config, self.folder, self.source = benchmark, config, folder, source
-        self.vocabulary, self.like_original, self.boundary = vocabulary, like_original, boundary
-        self.verify, self.quiet = verify, quiet
-        self._is_natural = config.unit == benchmark.unit and vocabulary is None
-        if boundary not in get_args(Boundary):
-            raise UserError(f"data.boundary is {boundary!r}; expected one of {', '.join(get_args(Boundary))}")
-        cut_down = cut_down_by(config) if config.unit == "word" else []
-        self._is_natural = self._is_natural and "word_rule" not in cut_down
-        self._is_whole = not cut_down
-        if benchmark.sentences and cut_down:
-            raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
+    benchmark: Benchmark
+    config: DataConfig
+    folder: Path
+    source: Path | None
+    vocabulary: Vocabulary | None
+    quiet: bool
 
     def open(self) -> Corpus:
         """Open the corpus; prepare the corpus first if necessary.
@@ -71,16 +52,21 @@ class PublicCorpus:
         Raises:
             UserError: if the corpus cannot be read or downloaded, or differs from the known one.
         """
-        settings = json.dumps([META_FORMAT, self.benchmark.name, self._settings()], sort_keys=True)
-        key = hashlib.sha256(settings.encode()).hexdigest()[:16]
-        prefix = f"{self.benchmark.name}-{self.config.unit}-{key}"
+        benchmark, recipe = self.benchmark, self._recipe(None)
+        cut_down = cut_down_by(self.config) if self.config.unit == "word" else []
+        if benchmark.sentences and cut_down:
+            raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
+        settings = recipe.settings() | {"strip": self._strips, "verify": self.config.verify}
+        settings |= {"boundary": self.config.boundary} if benchmark.sentences else {}
+        key = hashlib.sha256(json.dumps([META_FORMAT, benchmark.name, settings], sort_keys=True).encode()).hexdigest()
+        prefix = f"{benchmark.name}-{self.config.unit}-{key[:16]}"
         if self.source is None:
-            return self._opened_before(prefix) or self._prepare(self.folder / f"{prefix}-download")
-        stamps = stamps_of(source_files(self.benchmark, self.source))
+            return self._opened_before(prefix) or self._download(self.folder / f"{prefix}-download")
+        stamps = stamps_of(source_files(benchmark, self.source))
         stamp = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:8]
         directory = self.folder / f"{prefix}-{stamp}"
-        corpus = prepared_before(directory, self.benchmark.name, self.quiet)
-        return self._prepare(directory) if corpus is None else self._said(corpus)
+        corpus = prepared_before(directory, benchmark.name, self.quiet)
+        return self._prepare(self.source, directory) if corpus is None else self._noted(corpus)
 
     def _opened_before(self, prefix: str) -> Corpus | None:
         """Return the corpus if it was prepared already, from a download or any source; else None.
@@ -88,58 +74,40 @@ class PublicCorpus:
         Raises:
             UserError: if several different texts were prepared, and none of them is the published one.
         """
-        found = [
-            corpus
-            for directory in sorted(self.folder.glob(f"{prefix}-*"))
-            if (corpus := prepared_before(directory, self.benchmark.name, self.quiet)) is not None
-        ]
-        for corpus in found:
+        directories = sorted(self.folder.glob(f"{prefix}-*"))
+        before = [prepared_before(directory, self.benchmark.name, self.quiet) for directory in directories]
+        corpora = [corpus for corpus in before if corpus is not None]
+        for corpus in corpora:
             if not corpus.info().get("differences"):
                 return corpus
-        if len({corpus.info()["identity"] for corpus in found}) > 1:
+        if len({corpus.info()["identity"] for corpus in corpora}) > 1:
             raise UserError(
-                f"{len(found)} different texts were prepared as {self.benchmark.name}, and none is the published one; "
-                f"name one with data.source"
+                f"{len(corpora)} different texts were prepared as {self.benchmark.name}, and none is the published "
+                f"one; name one with data.source"
             )
-        return self._said(found[0]) if found else None
+        return self._noted(corpora[0]) if corpora else None
 
-    def _said(self, corpus: Corpus) -> Corpus:
+    def _noted(self, corpus: Corpus) -> Corpus:
         """Return a corpus that was prepared before; print a note if it differs from the published one."""
         if differences := corpus.info().get("differences"):
             say(f"note: this is not the published {self.benchmark.name}: {'; '.join(differences)}", self.quiet)
         return corpus
 
-    def _settings(self) -> JsonObject:
-        """Return the settings that, together with the text, determine the token files."""
-        recipe = self._recipe(None)
-        values = recipe.settings() | {"strip": self._strips, "verify": self.verify}
-        return values | ({"boundary": self.boundary} if self.benchmark.sentences else {})
-
-    @property
-    def _strips(self) -> bool:
-        return self.like_original and self.benchmark.name == "text8" and self.config.unit == "char"
-
-    def _prepare(self, directory: Path) -> Corpus:
-        downloads = self.folder / "downloads" / self.benchmark.name
-        if self.source is not None:
-            return self._prepare_from(self.source, directory)
-        if Path(self.benchmark.name).exists():
-            say(
-                f"note: {self.benchmark.name} is downloaded; to take it from ./{self.benchmark.name} set "
-                f"data.source to it",
-                self.quiet,
-            )
+    def _download(self, directory: Path) -> Corpus:
+        name, downloads = self.benchmark.name, self.folder / "downloads" / self.benchmark.name
+        if Path(name).exists():
+            say(f"note: {name} is downloaded; to take it from ./{name} set data.source to it", self.quiet)
         try:
             fetch(self.benchmark.routes, downloads, quiet=self.quiet)
         except OSError as error:
-            raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
+            raise not_written(f"getting {name} into", self.folder, error) from None
         try:
-            return self._prepare_from(downloads, directory)
+            return self._prepare(downloads, directory)
         except _NotTheCorpus as error:
             forget(downloads)
             raise UserError(f"{error}; the download was removed, so that the same command fetches it anew") from None
 
-    def _prepare_from(self, source: Path, directory: Path) -> Corpus:
+    def _prepare(self, source: Path, directory: Path) -> Corpus:
         benchmark = self.benchmark
         with ExitStack() as stack:
             try:
@@ -147,10 +115,11 @@ class PublicCorpus:
             except OSError as error:
                 if isinstance(error, PermissionError) and self.folder not in Path(error.filename or "").parents:
                     raise UserError(f"{error.filename or source}: cannot be read ({reason_of(error)})") from None
-                raise not_written(f"getting {self.benchmark.name} into", self.folder, error) from None
+                raise not_written(f"getting {benchmark.name} into", self.folder, error) from None
             except UserError as error:
                 raise _NotTheCorpus(str(error)) from None
             wrong = file_differences(benchmark, parts)
+            # Other differences are told better by the counts of tokens.
             self._judge([text for part, text in wrong.items() if part in ("all", "vocabulary") or benchmark.cuts])
             recipe = self._recipe(parts)
             progress = stack.enter_context(preparing(benchmark.name, self.config.unit, self.quiet))
@@ -164,23 +133,26 @@ class PublicCorpus:
             )
         return Corpus(directory)
 
+    @property
+    def _strips(self) -> bool:
+        return self.config.like_original and self.benchmark.original_strips and self.config.unit == self.benchmark.unit
+
+    @property
+    def _is_natural(self) -> bool:
+        """True if the tokens are those of the published results."""
+        is_own = self.config.unit == self.benchmark.unit and self.vocabulary is None
+        return is_own and not (self.config.unit == "word" and self.config.word_rule == "punctuation")
+
     def _recipe(self, parts: Parts | None) -> Recipe:
         """Return the recipe for the tokens; without `parts`, the recipe lacks a vocabulary read from a file (lm1b)."""
-        benchmark, config = self.benchmark, self.config
-        vocabulary = self.vocabulary
-        record: JsonObject = {"like_original": self.like_original}
-        sentences = benchmark.sentences and config.unit == "word"
-        if sentences and vocabulary is None and parts is not None:
-            vocabulary = read_words(parts["vocabulary"][0], self.boundary)
-        counted, closed, rewrite = ("train",), False, None
-        if self._is_natural:
-            closed = benchmark.name == "text8" or (benchmark.name == "enwik8" and self.like_original)
-            if self.like_original and benchmark.name != "wikitext-103":
-                counted = SPLITS
-        if self.like_original:
-            rewrite = {"enwik8": "drop newlines", "ptb": "lower case"}.get(benchmark.name)
-        if isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
+        benchmark, config, vocabulary = self.benchmark, self.config, self.vocabulary
+        if benchmark.sentences and config.unit == "word" and vocabulary is None and parts is not None:
+            vocabulary = read_words(parts["vocabulary"][0], config.boundary)
+        record: JsonObject = {"like_original": config.like_original}
+        if vocabulary is not None and vocabulary.boundary is not None:
             record["boundary"] = vocabulary.boundary
+        closed_by = ("always", "original") if config.like_original else ("always",)
+        counts_all = self._is_natural and config.like_original and benchmark.original_counts_all
         return Recipe(
             config.unit,
             config.vocab_size,
@@ -189,22 +161,21 @@ class PublicCorpus:
             config.word_rule or "whitespace",
             normalise=normalises(config, self.vocabulary, by_default=False),
             vocabulary=vocabulary,
-            counted=counted,
-            closed=closed,
-            rewrite=rewrite,
+            counted=SPLITS if counts_all else ("train",),
+            closed=self._is_natural and benchmark.closed in closed_by,
+            rewrite=benchmark.original_rewrite if config.like_original else None,
             record=record,
         )
 
     def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
         """Compare the counts with the known ones, and record all differences in `meta`."""
-        benchmark = self.benchmark
+        benchmark, config = self.benchmark, self.config
         found = []
         if self._is_natural:
             tokens = {split: record["tokens"] for split, record in meta["splits"].items()}
-            known, sizes = benchmark.tokens, benchmark.vocabulary if self._is_whole else None
-            if benchmark.sentences and self.boundary == "both":
-                known = benchmark.tokens_both
-            if self.like_original:
+            known = benchmark.tokens_both if benchmark.sentences and config.boundary == "both" else benchmark.tokens
+            sizes = None if config.unit == "word" and cut_down_by(config) else benchmark.vocabulary
+            if config.like_original:
                 sizes = benchmark.original_vocabulary or sizes
                 known = {} if benchmark.cuts else known
             found = count_differences(known, tokens, sizes, meta["vocabulary_size"])
@@ -212,14 +183,15 @@ class PublicCorpus:
         meta["differences"] = [*found, *wrong.values()]
 
     def _judge(self, differences: list[str]) -> None:
+        """Refuse a source that differs from the published corpus; print the differences if it is not verified."""
         if not differences:
             return
-        where = self.source if self.source is not None else "the download"
-        text = "; ".join(differences)
-        if self.verify:
-            hint = "for your own text in this layout, set --verify false"
-            raise _NotTheCorpus(f"{where} is not {self.benchmark.name}: {text}{f'; {hint}' if self.source else ''}")
-        say(f"note: {where} is not {self.benchmark.name}: {text}", self.quiet)
+        where = "the download" if self.source is None else self.source
+        what = f"{where} is not {self.benchmark.name}: {'; '.join(differences)}"
+        if self.config.verify:
+            hint = "; for your own text in this layout, set --verify false" if self.source else ""
+            raise _NotTheCorpus(what + hint)
+        say(f"note: {what}", self.quiet)
 
 
 def cut_down_by(config: DataConfig) -> list[str]:

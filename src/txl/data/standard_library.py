@@ -7,7 +7,7 @@ import os
 import sysconfig
 from pathlib import Path
 
-from txl.data.sources import SPLITS, TRAIN_END, VALID_END, Piece, Pieces
+from txl.data.pieces import SPLITS, TRAIN_END, VALID_END, Piece, Pieces
 
 
 def stdlib_files() -> list[Path]:

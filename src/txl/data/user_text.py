@@ -9,23 +9,21 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 
+from txl.data.compressed import COMPRESSED
 from txl.data.formats import refuse_formats
 from txl.data.named_splits import COMPRESSED_END, named_splits
-from txl.data.sources import COMPRESSED, SPLITS, TRAIN_END, VALID_END, Piece, Pieces, character_start, content_size, cut
+from txl.data.pieces import SPLITS, TRAIN_END, VALID_END, Piece, Pieces, character_start, content_size, cut
 from txl.errors import UserError
 
+# Ends of the names of archives and compressed files that are not decompressed.
 _UNREADABLE = re.compile(r"\.(zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz4|lzma|br|z)$|\.tar\.(gz|bz2|xz|zst)$", re.IGNORECASE)
-"""Ends of file names of archives and compressed files that are not decompressed."""
 
 
 def is_cut(text: str) -> bool:
-    """Return whether a user's text is cut by position, because it has no files named after the splits.
-
-    A text that an earlier version has cut, and whose splits cannot be told apart, counts as cut.
-    """
+    """Return whether a user's text is cut by position, because it has no files named after the splits."""
     try:
         return not Path(text).is_dir() or named_splits(Path(text), find_files(text)) is None
-    except UserError:
+    except UserError:  # the folder has changed since
         return True
 
 
@@ -43,7 +41,7 @@ def user_pieces(text: str) -> Pieces:
     named = named_splits(Path(text), paths) if Path(text).is_dir() else None
     refuse_no_text(paths if named is None else [*chain(*named.values())])
     if named is not None:
-        return {split: [Piece(path) for path in found] for split, found in named.items()}
+        return {split: [Piece(path) for path in files] for split, files in named.items()}
     sizes = [content_size(path) for path in paths]
     total = sum(sizes)
     if total == 0:
@@ -66,30 +64,29 @@ def find_files(text: str) -> list[Path]:
         UserError: if nothing is found, or something cannot be read.
     """
     path = Path(text)
+    files: list[Path] = []
     try:
         if path.is_file():
             return [path.absolute()]
         if path.is_dir():
-            found = _each_once(sorted(_files_below(path)))
-            if not found:
+            files = _without_links(sorted(_files_below(path)))
+            if not files:
                 raise UserError(f"{text}: the folder holds no files")
-            return found
+            return files
         if not glob.has_magic(text):
             path.stat()  # raises an error that gives the reason
-            if path.exists():
-                raise UserError(f"{text}: neither a file nor a folder; expected text in a file, not a pipe or device")
-        found = _each_once([path for path in map(Path, sorted(glob.glob(text, recursive=True))) if path.is_file()])
-        if not found or "**" in text:  # glob skips unreadable folders: listing them raises the error
-            before = _folder_before_magic(path)
-            list(_files_below(before)) if "**" in text else os.listdir(before)
+            raise UserError(f"{text}: neither a file nor a folder; expected text in a file, not a pipe or device")
+        files = _without_links([path for path in map(Path, sorted(glob.glob(text, recursive=True))) if path.is_file()])
+        if not files or "**" in text:  # glob skips unreadable folders: listing them raises the error
+            start = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
+            list(_files_below(start)) if "**" in text else os.listdir(start)
     except (FileNotFoundError, NotADirectoryError):
-        found = []
+        files = []
     except OSError as error:
         raise UserError(f"{str(error.filename or text)[:200]}: cannot be read ({error.strerror})") from None
-    if not found:
-        kind = "matches no file" if glob.has_magic(text) else "no such file or folder"
-        raise UserError(f"{text}: {kind}")
-    return found
+    if not files:
+        raise UserError(f"{text}: {'matches no file' if glob.has_magic(text) else 'no such file or folder'}")
+    return files
 
 
 def refuse_no_text(paths: Sequence[Path]) -> None:
@@ -101,13 +98,13 @@ def refuse_no_text(paths: Sequence[Path]) -> None:
     refuse_formats(paths)
 
 
-def _each_once(paths: list[Path]) -> list[Path]:
+def _without_links(paths: list[Path]) -> list[Path]:
     """Return absolute paths in the same order; of several paths to one file only the first, or the one without link."""
     chosen: dict[str, Path] = {}
     for path in sorted(paths, key=Path.is_symlink):
         chosen.setdefault(os.path.realpath(path), path)
-    kept = set(chosen.values())
-    return [path.absolute() for path in dict.fromkeys(paths) if path in kept]
+    only = set(chosen.values())
+    return [path.absolute() for path in dict.fromkeys(paths) if path in only]
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -141,8 +138,3 @@ def _is_ours(names: set[str]) -> bool:
         "experiment.json": {"results", "locks"},
     }
     return any(name in names and beside & names for name, beside in marks.items())
-
-
-def _folder_before_magic(path: Path) -> Path:
-    """Return the folder where a glob starts: the nearest parent without wildcards."""
-    return next(each for each in path.parents if not glob.has_magic(str(each)))

@@ -26,10 +26,10 @@ import torch
 
 from txl.config import Limit
 from txl.data.formats import refuse_format
+from txl.data.lacking import normalised_note
 from txl.data.located import LocatedToken, located_tokens
-from txl.data.prepared import normalised_note
-from txl.data.sources import BLOCK, Piece
-from txl.data.vocabulary import Vocabulary, WordVocabulary, utf8
+from txl.data.pieces import BLOCK, Piece
+from txl.data.vocabulary import Vocabulary, utf8
 from txl.errors import UserError
 from txl.evaluation.sliding import WINDOWS, window_losses
 from txl.evaluation.stream import Settings, check_ids, nll_step, without_gradients
@@ -119,7 +119,7 @@ def surprisals(
     if model.context is not None and length > model.context:
         most = f"at most {model.context}, the most tokens that this model reads at once (model.max_segment)"
         raise UserError(field=name, value=length, expected=most)
-    if prompt and isinstance(vocabulary, WordVocabulary) and vocabulary.boundary is not None:
+    if prompt and vocabulary.boundary is not None:
         raise UserError(
             "this vocabulary marks the beginning of every sentence, the first too", remedy="leave the prompt out"
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from txl.config import Lengths, Limit
 from txl.data.detokenise import Convention, text_decoder
-from txl.data.vocabulary import Vocabulary, WordVocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.devices import sent
 from txl.errors import UserError
 from txl.generation.engine import DecodeEngine, decodes
@@ -268,8 +268,7 @@ def undrawable(vocabulary: Vocabulary | None, forbid_unknown: bool = False) -> t
     """
     if vocabulary is None or vocabulary.unk_id is None:
         return ()
-    is_word = isinstance(vocabulary, WordVocabulary) and vocabulary.rule == "whitespace"
-    return () if is_word and not forbid_unknown else (vocabulary.unk_id,)
+    return () if vocabulary.draws_unknown and not forbid_unknown else (vocabulary.unk_id,)
 
 
 class StopStrings:

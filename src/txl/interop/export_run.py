@@ -6,6 +6,7 @@ The module also reads its own exports, so that an export can be imported.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from dataclasses import asdict
@@ -19,16 +20,11 @@ from torch import Tensor
 import txl
 from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
 from txl.config.transformer_xl import HUGGINGFACE_TYPE
-from txl.data.vocabulary import (
-    BYTE_ORDER_MARK,
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    byte_symbols,
-    line_end_id,
-)
+from txl.data.blocks import BYTE_ORDER_MARK
+from txl.data.bpe import BpeVocabulary, byte_symbols
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import EOS, JOINER, UNK, marks
 from txl.errors import UserError
 from txl.files import JsonObject, check_new_directory, follow_umask
@@ -105,7 +101,7 @@ def _fill_safetensors(
 def _fill_huggingface(
     folder: Path, run: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary | None
 ) -> list[str]:
-    line_end = None if vocabulary is None else line_end_id(vocabulary)
+    line_end = None if vocabulary is None else vocabulary.line_end_id()
     config = _tested(run) | {
         "model_type": HUGGINGFACE_TYPE,
         "architectures": ["TransformerXLForCausalLM"],
@@ -213,7 +209,7 @@ def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
         begin, unknown = vocabulary.eos, vocabulary.unk
         if unknown is not None:  # transformers would find it where it touches other characters
             tokenizer.add_special_tokens([AddedToken(unknown, normalized=True)])
-    elif line_end_id(vocabulary) is not None:
+    elif vocabulary.line_end_id() is not None:
         begin = _free(LINE_END, tokenizer)
         tokenizer.add_special_tokens([begin])
     config: JsonObject = {
@@ -240,30 +236,41 @@ def _free(name: str, tokenizer: Tokenizer) -> str:
     return name
 
 
+@functools.singledispatch
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    if isinstance(vocabulary, BpeVocabulary):
-        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy, to which the padding token is added
-    if isinstance(vocabulary, ByteVocabulary):
-        if not vocabulary.is_complete:
-            raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
-        tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        return tokenizer
-    if isinstance(vocabulary, CharVocabulary):
-        ids = {
-            _UNKNOWN if number == vocabulary.unk_id else symbol: number
-            for number, symbol in enumerate(vocabulary.symbols)
-        }
-        tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])
-        if vocabulary.lower:
-            # The library makes two characters of this capital, which is one `<unk>`.
-            lower = normalizers.Sequence([normalizers.Replace("İ", "\uffff"), normalizers.Lowercase()])
-            tokenizer.normalizer = lower  # pyright: ignore[reportAttributeAccessIssue]
-        return tokenizer
-    assert isinstance(vocabulary, WordVocabulary)
+    raise NotImplementedError
+
+
+@_tokenizer.register
+def _(vocabulary: BpeVocabulary) -> Tokenizer:
+    return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy, to which the padding token is added
+
+
+@_tokenizer.register
+def _(vocabulary: ByteVocabulary) -> Tokenizer:
+    if not vocabulary.is_text:
+        raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
+    tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@_tokenizer.register
+def _(vocabulary: CharVocabulary) -> Tokenizer:
+    ids = {_UNKNOWN if number == vocabulary.unk_id else symbol: number for number, symbol in enumerate(vocabulary.symbols)}
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])
+    if vocabulary.lower:
+        # The library makes two characters of this capital, which is one `<unk>`.
+        lower = normalizers.Sequence([normalizers.Replace("İ", "\uffff"), normalizers.Lowercase()])
+        tokenizer.normalizer = lower  # pyright: ignore[reportAttributeAccessIssue]
+    return tokenizer
+
+
+@_tokenizer.register
+def _(vocabulary: WordVocabulary) -> Tokenizer:
     if vocabulary.boundary == "both":
         raise UserError("the vocabulary marks both ends of a sentence, which the tokenizers library cannot represent")
     words = dict(vocabulary.ids)

@@ -8,15 +8,11 @@ from pathlib import Path
 
 from tokenizers import models
 
-from txl.data.vocabulary import (
-    BpeVocabulary,
-    ByteVocabulary,
-    CharVocabulary,
-    Vocabulary,
-    WordVocabulary,
-    byte_level,
-    byte_symbols,
-)
+from txl.data.bpe import BpeVocabulary, byte_level, byte_symbols
+from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.vocabularies import load_vocabulary
+from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError, brief, cause
 from txl.files import JsonObject, opened, read_json
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
@@ -69,7 +65,7 @@ def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocab
 def _from_json(path: Path) -> Vocabulary:
     values = read_json(path)
     if isinstance(values, dict) and "kind" in values:
-        return Vocabulary.load(path)
+        return load_vocabulary(path)
     if isinstance(values, dict) and all(type(number) is int for number in values.values()):
         if sorted(values.values()) != list(range(len(values))):
             raise UserError(f"{path}: its numbers are not 0, 1, 2 ... without gaps; expected a vocabulary")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import zstandard
 
 from txl.data.corpora import STDLIB, own_files
-from txl.data.sources import BLOCK, Piece
+from txl.data.pieces import BLOCK, Piece
 from txl.data.standard_library import stdlib_pieces
 from txl.data.user_text import user_pieces
 

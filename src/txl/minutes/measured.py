@@ -15,10 +15,10 @@ from statistics import median
 import torch
 
 from txl.config import RunConfig, validate, with_options
+from txl.data.bpe import BpeVocabulary
 from txl.data.corpora import Corpus, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.counting import BPE_TRAINING_BYTES
-from txl.data.streams import LaneStream
-from txl.data.vocabulary import BpeVocabulary
+from txl.data.lanes import LaneStream
 from txl.errors import UserError
 from txl.minutes.facts import TextFacts, text_facts
 from txl.minutes.rule import (

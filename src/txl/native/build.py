@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from txl.files import usable_cache
+from txl.files import cache_folder
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
 from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources
@@ -108,8 +108,7 @@ def _built() -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     told_apart = "\n".join([*sources.values(), *compiler, version, *_FLAGS, _processor()])
     name = f"txl-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = usable_cache(Path(root) / "transformer-xl") / "native"
+    folder = cache_folder() / "native"
     for found in sorted(folder.glob(f"{name}-*.so")):
         if found.name == _full_name(name, found):
             return found

@@ -6,7 +6,7 @@ from unicodedata import category
 
 from txl.config import ModelConfig
 from txl.data.corpora import Corpus, is_named
-from txl.data.sources import WHOLE
+from txl.data.pieces import WHOLE
 from txl.data.user_text import is_cut
 from txl.files import JsonObject
 from txl.reporting.findings import tokens_read

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from txl.config import RunConfig, with_options
+from txl.data.characters import ByteVocabulary
 from txl.data.corpora import absolute_path, is_named, open_corpus, refuse_unused, with_absolute_paths
 from txl.data.prepared import Corpus, Tokens
 from txl.data.progress import say
-from txl.data.vocabulary import ByteVocabulary, Vocabulary
+from txl.data.vocabulary import Vocabulary
 from txl.errors import Field, UserError
 from txl.runs.directory import RunDirectory
 

@@ -78,10 +78,10 @@ class RunDirectory:
 
     def vocabulary(self) -> Vocabulary | None:
         """Read the run's vocabulary; None for an imported model without a vocabulary."""
-        from txl.data.vocabulary import Vocabulary
+        from txl.data.vocabularies import load_vocabulary
 
         path = self.path / "vocabulary.json"
-        return Vocabulary.load(path, _RESTORE) if path.exists() else None
+        return load_vocabulary(path, _RESTORE) if path.exists() else None
 
     def append(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event to the log, as one line; `fields` must be declared for the event in `EVENTS`."""

@@ -87,7 +87,7 @@ def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts) -
         by_text: dict[str, float] = {}
         for candidate, log_prob in (*token.top, (token.id, token.log_prob)):
             # The token itself as in `tokens`: an unknown word is not called <unk> there.
-            text = texts.shown(data if candidate == token.id else texts.bytes_of(candidate))
+            text = texts.shown(data if candidate == token.id else texts.vocabulary.bytes_of(candidate))
             by_text.setdefault(text, finite(log_prob))
         tops.append(by_text)
     return {

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from txl.data.decoders import Decoder
 from txl.data.located import located_tokens
-from txl.data.sources import BLOCK, Piece
-from txl.data.vocabulary import BpeVocabulary, ByteVocabulary, Vocabulary, line_end_id
+from txl.data.pieces import BLOCK, Piece
+from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens
@@ -31,8 +31,6 @@ class Texts:
     def __init__(self, vocabulary: Vocabulary, name: str):
         self.vocabulary, self.name = vocabulary, name
         self.forbidden = undrawable(vocabulary)
-        is_bpe = isinstance(vocabulary, BpeVocabulary)
-        self._longest = max(map(len, vocabulary.pieces)) if is_bpe else 1  # characters of a token, except for words
 
     def encode(self, text: str) -> Tensor:
         """Return the token ids of a text, int64 [n] (UserError if the vocabulary cannot encode it)."""
@@ -45,7 +43,7 @@ class Texts:
         for start in range(0, len(text) - most_whole, most_whole):
             if border is not None and not border.search(text, start, start + most_whole):
                 raise UserError(f"{most_whole:,} characters of the text are one word, or all white space; cut it")
-        if kind != "word" and (least := len(self.vocabulary.read(text)) // self._longest) > most:
+        if kind != "word" and (least := len(self.vocabulary.read(text)) // self.vocabulary.longest) > most:
             raise UserError(f"the text has {least:,} tokens or more; at most {most:,} are read")
 
     def checked(self, ids: Sequence[int], what: str) -> Tensor:
@@ -55,14 +53,6 @@ class Texts:
         except OverflowError:
             values = np.array([-1])
         return checked_tokens(torch.from_numpy(values), len(self.vocabulary), what)
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for, without the space that may come before a word."""
-        if isinstance(self.vocabulary, ByteVocabulary):
-            return bytes([self.vocabulary.values[token]])
-        if isinstance(self.vocabulary, BpeVocabulary):
-            return self.vocabulary.pieces[token]
-        return self.vocabulary.decoder().push(token).encode("utf-8", errors="surrogatepass")
 
     def shown(self, data: bytes) -> str:
         """Return bytes as text; bytes that are not whole characters in the form of the OpenAI API: `bytes:\\xe2`."""
@@ -116,7 +106,7 @@ class Texts:
 
     def place(self, token: int, piece: str, at: int) -> tuple[bytes, int]:
         """Return a token's own bytes and the character index where they begin; its decoded `piece` begins at `at`."""
-        data = self.bytes_of(token)
+        data = self.vocabulary.bytes_of(token)
         if data and data[0] & 0xC0 == 0x80:  # the token begins inside a character
             return data, at
         # A piece may begin with a space, or with U+FFFD for a broken character, before the token's own characters.
@@ -129,8 +119,8 @@ class Texts:
         `bos_token` is the end of a line (`<eos>` or the line feed), after which a text without context begins.
         `eos_token` is `<eos>` only, because clients add this token to their stop strings.
         """
-        end = None if self.vocabulary.eos_id is None else getattr(self.vocabulary, "eos", None)
-        begin = "\n" if end is None and line_end_id(self.vocabulary) is not None else end
+        end = None if self.vocabulary.eos_id is None else self.vocabulary.eos
+        begin = "\n" if end is None and self.vocabulary.line_end_id() is not None else end
         return {
             "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
             "kind": self.vocabulary.kind,

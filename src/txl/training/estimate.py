@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from txl.config import RunConfig, TrainConfig
-from txl.data.catalogue import BENCHMARKS
+from txl.data.benchmarks import BENCHMARKS
 from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.costs import dropout_copies

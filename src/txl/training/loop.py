@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.data.streams import Segment
+from txl.data.lanes import Segment
 from txl.devices import sent
 from txl.errors import RunInterrupted
 from txl.runs.checkpoints import VerifiedCheckpoint

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from txl.data.streams import Segment
+from txl.data.lanes import Segment
 from txl.errors import TrainingDiverged, UserError
 from txl.files import write_whole
 from txl.runs.checkpoints import VerifiedCheckpoint, checkpoint_name, remove_later

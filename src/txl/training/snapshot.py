@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from txl.data.streams import StreamPosition
+from txl.data.lanes import StreamPosition
 from txl.errors import UserError, cause, is_out_of_memory
 from txl.files import JsonObject
 from txl.models.language_model import State

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from txl.config import RunConfig
 from txl.config.values import checked, from_plain
 from txl.data.corpora import Corpus
-from txl.data.streams import LaneStream, SentenceStream, StreamPosition
+from txl.data.lanes import LaneStream, SentenceStream, StreamPosition
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models.family import FamilyModel

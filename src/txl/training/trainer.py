@@ -18,7 +18,7 @@ import torch
 
 from txl.config import ModelConfig, RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
-from txl.data.streams import training_stream
+from txl.data.lanes import training_stream
 from txl.devices import check_device, chosen_device, float32_products, seed_generators
 from txl.errors import Field, UserError
 from txl.files import JsonObject, absolute

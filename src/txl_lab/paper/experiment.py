@@ -17,7 +17,7 @@ from pathlib import Path
 
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
-from txl.data.streams import training_stream
+from txl.data.lanes import training_stream
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import tune_cache_with
 from txl.evaluation.perplexity import evaluate_with

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig
-from txl.data.catalogue import BENCHMARKS
+from txl.data.benchmarks import BENCHMARKS
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.presets import preset

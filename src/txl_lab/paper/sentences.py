@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from txl.data.corpora import Corpus
-from txl.data.streams import shuffled
+from txl.data.lanes import shuffled
 from txl.errors import UserError
 from txl.files import write_whole
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,27 +35,18 @@ class Piece:
     def blocks(self) -> Iterator[bytes]:
         """Yield the bytes of the piece, at most a megabyte at a time."""
         with open_file(self.path) as file:
-            self._skip(file)
-            left = None if self.end is None else self.end - self.start
-            while left is None or left > 0:
-                block = file.read(BLOCK if left is None else min(BLOCK, left))
-                if not block:
-                    break
-                if left is not None:
-                    left -= len(block)
-                yield block
+            if self.path.suffix in COMPRESSED:
+                deque(_next(file, self.start), maxlen=0)
+            else:
+                file.seek(self.start)
+            yield from _next(file, sys.maxsize if self.end is None else self.end - self.start)
 
-    def _skip(self, file: IO[bytes]) -> None:
-        """Move `file` to the start of the piece."""
-        if self.path.suffix not in COMPRESSED:
-            file.seek(self.start)
-            return
-        skipped = 0
-        while skipped < self.start:
-            part = file.read(min(BLOCK, self.start - skipped))
-            if not part:
-                break
-            skipped += len(part)
+
+def _next(file: IO[bytes], count: int) -> Iterator[bytes]:
+    """Yield the next bytes of a file, `count` or as many as there are, in blocks."""
+    while block := file.read(min(BLOCK, count)):
+        count -= len(block)
+        yield block
 
 
 Pieces = dict[str, list[Piece]]

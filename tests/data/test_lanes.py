@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from txl.data import streams
+from txl.data import lanes as module
+from txl.data.lanes import LaneStream, SentenceStream, StreamPosition, shuffled, training_stream
 from txl.data.prepared import Sentences, Tokens
-from txl.data.streams import LaneStream, SentenceStream, StreamPosition, shuffled, training_stream
 from txl.errors import UserError
 
 
@@ -154,7 +154,7 @@ def test_lanes_of_shuffled_sentences_are_contiguous():
 def test_the_order_of_sentences_is_fixed_for_all_versions():
     # Published test values of the generator splitmix64: the two numbers that follow state 1234567.
     states = np.array([1234567, 1234567 + 0x9E3779B97F4A7C15], dtype=np.uint64)
-    assert streams.splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
+    assert module.splitmix64(states).tolist() == [6457827717110365317, 3203168211198807973]
     assert shuffled(8, seed=1, epoch=0).tolist() == [2, 5, 6, 0, 3, 4, 1, 7]
     counts = np.zeros((6, 6))
     for number in range(600):

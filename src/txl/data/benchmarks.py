@@ -1,4 +1,4 @@
-"""The public corpora of the paper: sources, layouts on disk, known counts and hashes.
+"""The public corpora of the paper as a table: addresses, layouts on disk, known counts and hashes.
 
 All hashes and counts are taken from public sources, which are cited. If no hash of a file is published, the hash of the
 first download is recorded and printed.
@@ -7,21 +7,28 @@ first download is recorded and printed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from txl.config import Unit
 
 Layout = dict[str, tuple[str, ...]]
 """Possible file names of each part of a corpus (train, valid, test, whole, vocabulary), the preferred one first. A name
 with a `*` stands for all files that match, sorted by name."""
+Counts = dict[str, int]
+"""Number of tokens of each split, including one `<eos>` per line."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download."""
+    """A file to download.
+
+    Args:
+        url: its address.
+        hash: its hash, as "sha256:..." or with another algorithm; None if no citable source states one.
+    """
 
     url: str
     hash: str | None = None
-    """Hash, as "sha256:..." or with another algorithm; None if no citable source states one."""
 
     @property
     def file_name(self) -> str:
@@ -31,34 +38,47 @@ class Download:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A public corpus with fixed splits."""
+    """A public corpus with fixed splits.
+
+    Args:
+        name: its name in this package.
+        description: description in one line.
+        unit: unit of the published results.
+        layouts: possible layouts of the files in a folder or an archive; the first complete layout is used.
+        folders: subfolders of the given folder that may hold the files; "" is the folder itself.
+        archives: names of the archives that may hold the files.
+        routes: alternative sets of files to download; the first available set is used.
+        tokens: known number of tokens of each split in `unit`.
+        tokens_both: the same with two boundary tokens between sentences.
+        vocabulary: smallest and largest known vocabulary size; None: unknown.
+        hashes: known hashes of the parts; the part `all` is train, valid and test concatenated.
+        cuts: sizes in bytes of train, valid and test, if the corpus is published as one file; else None.
+        sentences: True for a corpus of separate sentences between boundary tokens, which training shuffles.
+        closed: whether the vocabulary has only the symbols that occur, most frequent first: always, or in the authors'.
+        original_vocabulary: smallest and largest vocabulary size with the authors' loader; None: as `vocabulary`.
+        original_counts_all: True if the authors count the vocabulary over all splits.
+        original_rewrite: what the authors change in the text ("drop newlines" or "lower case"); None: nothing.
+        original_strips: True if the authors leave out spaces at the ends of each split.
+    """
 
     name: str
     description: str
     unit: Unit
-    """Unit of the published results."""
     layouts: tuple[Layout, ...]
-    """Possible layouts of the files in a folder or an archive; the first complete layout is used."""
     folders: tuple[str, ...]
-    """Subfolders of the given folder that may hold the files; "" is the folder itself."""
     archives: tuple[str, ...]
-    """Names of the archives that may hold the files."""
     routes: tuple[tuple[Download, ...], ...]
-    """Alternative sets of files to download; the first available set is used."""
-    tokens: dict[str, int] = field(default_factory=dict)
-    """Known number of tokens of each split in `unit`, including one `<eos>` per line."""
+    tokens: Counts = field(default_factory=dict)
+    tokens_both: Counts = field(default_factory=dict)
     vocabulary: tuple[int, int] | None = None
-    """Smallest and largest known vocabulary size; None: unknown."""
-    original_vocabulary: tuple[int, int] | None = None
-    """Smallest and largest vocabulary size with the authors' loader; None: as `vocabulary`."""
-    tokens_both: dict[str, int] = field(default_factory=dict)
-    """Known number of tokens of each split with two boundary tokens between sentences."""
     hashes: dict[str, str] = field(default_factory=dict)
-    """Known hashes of the parts; the part `all` is train, valid and test concatenated."""
     cuts: tuple[int, int, int] | None = None
-    """Sizes in bytes of train, valid and test, if the corpus is published as one file; else None."""
     sentences: bool = False
-    """True for a corpus of separate sentences between boundary tokens, which training shuffles."""
+    closed: Literal["never", "original", "always"] = "never"
+    original_vocabulary: tuple[int, int] | None = None
+    original_counts_all: bool = True
+    original_rewrite: str | None = None
+    original_strips: bool = False
 
 
 _VALID = ("valid", "validation", "val", "dev")
@@ -81,6 +101,7 @@ _WHOLE_OR_SPLITS: Layout = {
     "test": ("test.txt.raw", "test.txt", "test.raw"),
 }
 
+_HUNDRED_MILLION = {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
 ENWIK8 = Benchmark(
     name="enwik8",
     description="first 100 MB of an English Wikipedia dump of 2006, bytes (36 MB download)",
@@ -98,8 +119,10 @@ ENWIK8 = Benchmark(
             ),
         ),
     ),
-    tokens={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+    tokens=_HUNDRED_MILLION,
+    closed="original",
     original_vocabulary=(204, 204),  # without the newline
+    original_rewrite="drop newlines",
     hashes={"all": "md5:a1fa5ffddb56f4953e226637dabbb36a"},
     cuts=(90_000_000, 5_000_000, 5_000_000),
 )
@@ -113,34 +136,20 @@ TEXT8 = Benchmark(
     archives=("text8.zip",),
     # sha1 of the archive: dmlc/gluon-nlp, scripts/datasets/url_checksums/language_model.txt; md5 of the content:
     # https://mattmahoney.net/dc/textdata.html
-    routes=(
-        (
-            Download(
-                "https://mattmahoney.net/dc/text8.zip",
-                "sha1:6c70299b93b7e1f927b42cd8f6ac1a31547c7a2e",
-            ),
-        ),
-    ),
-    tokens={"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000},
+    routes=((Download("https://mattmahoney.net/dc/text8.zip", "sha1:6c70299b93b7e1f927b42cd8f6ac1a31547c7a2e"),),),
+    tokens=_HUNDRED_MILLION,
     vocabulary=(27, 27),
+    closed="always",
+    original_strips=True,
     hashes={"all": "md5:3bea1919949baf155f99411df5fada7e"},
     cuts=(90_000_000, 5_000_000, 5_000_000),
 )
 
 
 def _wikitext(
-    name: str, description: str, archive_hash: str, train: int, vocabulary: int, hashes: tuple[str, str, str]
+    name: str, description: str, archive_hash: str, train: int, vocabulary: int, hashes: dict[str, str]
 ) -> Benchmark:
-    """Return WikiText-2 or WikiText-103, which have the same validation and test articles.
-
-    Args:
-        name: wikitext-2 or wikitext-103.
-        description: one-line description.
-        archive_hash: hash of the archive.
-        train: number of tokens of the training split.
-        vocabulary: vocabulary size.
-        hashes: hashes of the training, validation and test split.
-    """
+    """Return WikiText-2 or WikiText-103, which have the same validation and test articles, and `train` tokens."""
     archive = f"{name}-v1.zip"
     return Benchmark(
         name=name,
@@ -149,16 +158,14 @@ def _wikitext(
         layouts=(_splits("wiki.train.tokens", "wiki.valid.tokens", "wiki.test.tokens"),),
         folders=("", name, f"{name}-v1"),
         archives=(archive,),
-        routes=tuple(
-            (Download(f"{place}/{archive}", archive_hash),)
-            for place in (
-                "https://wikitext.smerity.com",  # the author's own site
-                "https://s3.amazonaws.com/research.metamind.io/wikitext",
-            )
+        routes=(
+            (Download(f"https://wikitext.smerity.com/{archive}", archive_hash),),  # the author's own site
+            (Download(f"https://s3.amazonaws.com/research.metamind.io/wikitext/{archive}", archive_hash),),
         ),
         tokens={"train": train, "valid": 217_646, "test": 245_569},
         vocabulary=(vocabulary, vocabulary),
-        hashes=dict(zip(("train", "valid", "test"), hashes, strict=True)),
+        original_counts_all=name != "wikitext-103",
+        hashes=hashes,
     )
 
 
@@ -170,11 +177,11 @@ WIKITEXT_2 = _wikitext(
     "sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
     2_088_628,
     33_278,
-    (
-        "sha1:863f29c46ef9d167fff4940ec821195882fe29d1",
-        "sha1:0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
-        "sha1:c7b8ce0aa086fb34dab808c5c49224211eb2b172",
-    ),
+    {
+        "train": "sha1:863f29c46ef9d167fff4940ec821195882fe29d1",
+        "valid": "sha1:0418625c8b4da6e4b5c7a0b9e78d4ae8f7ee5422",
+        "test": "sha1:c7b8ce0aa086fb34dab808c5c49224211eb2b172",
+    },
 )
 WIKITEXT_103 = _wikitext(
     "wikitext-103",
@@ -182,11 +189,11 @@ WIKITEXT_103 = _wikitext(
     "sha256:242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590",
     103_227_021,
     267_735,
-    (
-        "sha1:b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
-        "sha1:c326ac59dc587676d58c422eb8a03e119582f92b",
-        "sha1:8a5befc548865cec54ed4273cf87dbbad60d1e47",
-    ),
+    {
+        "train": "sha1:b7497e2dfe77e72cfef5e3dbc61b7b53712ac211",
+        "valid": "sha1:c326ac59dc587676d58c422eb8a03e119582f92b",
+        "test": "sha1:8a5befc548865cec54ed4273cf87dbbad60d1e47",
+    },
 )
 
 _PTB_HASHES = {
@@ -212,6 +219,7 @@ PTB = Benchmark(
     ),
     tokens={"train": 929_589, "valid": 73_760, "test": 82_430},
     vocabulary=(10_000, 10_000),
+    original_rewrite="lower case",
     hashes=_PTB_HASHES,
 )
 
@@ -254,5 +262,5 @@ LM1B = Benchmark(
     sentences=True,
 )
 
-BENCHMARKS = {each.name: each for each in (ENWIK8, TEXT8, WIKITEXT_103, WIKITEXT_2, LM1B, PTB)}
+BENCHMARKS = {corpus.name: corpus for corpus in (ENWIK8, TEXT8, WIKITEXT_103, WIKITEXT_2, LM1B, PTB)}
 """The six public corpora by name."""
