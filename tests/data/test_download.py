@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import txl
-from txl.data import benchmarks
-from txl.data import public
+from txl.data import benchmarks, public
 from txl.data.benchmarks import Benchmark, Download
 from txl.data.download import fetch
 from txl.errors import UserError
@@ -180,10 +179,8 @@ def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10
 
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(server, tmp_path):
-    server.answers = [whole(zipped(b"another text"))]
-    assert f"returned a file other than the known one ({sha256(zipped())})" in refusal(
-        server, tmp_path, sha256(zipped())
-    )
+    server.answers, known = [whole(zipped(b"another text"))], sha256(zipped())
+    assert f"returned a file other than the known one ({known})" in refusal(server, tmp_path, known)
     assert len(server.requests) == 3
 
 

@@ -143,7 +143,9 @@ def open_corpus(
     chosen = {"like_original": like_original, "boundary": boundary, "verify": verify}
     config = dataclasses.replace(config, **{name: value for name, value in chosen.items() if value is not None})
     if config.boundary not in get_args(Boundary):
-        raise UserError(f"data.boundary is {config.boundary!r}; expected one of {', '.join(get_args(Boundary))}")
+        raise UserError(
+            field="data.boundary", value=config.boundary, expected=f"one of {', '.join(get_args(Boundary))}"
+        )
     source = source if source is not None else config.source
     folder = data_directory(data_dir)
     if is_public:
