@@ -1,7 +1,6 @@
 r"""Token ids of a text, with the byte offsets and the word number of each token.
 
-The ids are the same as in a corpus prepared from the text (`txl.data.prepare`). The text is read block by block, to keep
-memory use small.
+The ids are the same as in a corpus prepared from the text. The text is read block by block, to keep memory use small.
 
 With a vocabulary that normalises, the text is normalised here too: a byte order mark belongs to no token, and \r\n is
 one character of two bytes. Offsets are those in the original text.

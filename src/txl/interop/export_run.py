@@ -258,7 +258,9 @@ def _(vocabulary: ByteVocabulary) -> Tokenizer:
 
 @_tokenizer.register
 def _(vocabulary: CharVocabulary) -> Tokenizer:
-    ids = {_UNKNOWN if number == vocabulary.unk_id else symbol: number for number, symbol in enumerate(vocabulary.symbols)}
+    ids = {
+        _UNKNOWN if number == vocabulary.unk_id else symbol: number for number, symbol in enumerate(vocabulary.symbols)
+    }
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from txl.config import TrainConfig
-from txl.data.streams import Segment
+from txl.data.lanes import Segment
 from txl.models.family import FamilyModel
 from txl.models.language_model import Objective, State, TailRows
 from txl.training.optimisers import Optimizer
