@@ -145,7 +145,7 @@ class _Answer(ABC):
         }
 
     def _named(self, token: int) -> JsonObject:
-        data = self._texts.bytes_of(token)
+        data = self._texts.vocabulary.bytes_of(token)
         return {"id": token, "text": self._texts.shown(data), "bytes": list(data)}
 
 
