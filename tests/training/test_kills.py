@@ -58,8 +58,8 @@ def _kill_at(moment: str, number: int) -> None:
 MOMENTS = {
     "between two parts of the lanes": (loop_module.TrainingLoop, "_stop_signal", True),
     "at a step's end": (loop_module, "training_step", False),
-    "during an evaluation": (validation, "evaluate", True),
-    "after an evaluation": (validation, "evaluate", False),
+    "during an evaluation": (validation, "evaluate_with", True),
+    "after an evaluation": (validation, "evaluate_with", False),
     "while the state is copied": (snapshot, "_joined", True),
     "before a checkpoint's files": (checkpoints, "_write_tensors", True),
     "between a checkpoint's files": (checkpoints, "_write_tensors", False),

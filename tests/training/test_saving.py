@@ -179,10 +179,10 @@ def test_the_best_checkpoint_stays_until_a_better_one_stands(story, data_dir, tm
 
     monkeypatch.setattr(checkpoints, "_write_tensors", full)
     losses = iter([4.0, 3.0, 3.5, 3.5])
-    real_evaluate = validation.evaluate
+    real_evaluate = validation.evaluate_with
     monkeypatch.setattr(
         validation,
-        "evaluate",
+        "evaluate_with",
         lambda *args, **settings: dataclasses.replace(real_evaluate(*args, **settings), nll=next(losses)),
     )
     options = {"train.on_save_error": "continue", "train.keep_checkpoints": "1", "train.steps": "24"}

@@ -149,19 +149,19 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     step, story, data_dir, trained, tmp_path, monkeypatch
 ):
     """This includes the evaluation of the last step, which is then the only work left."""
-    run, real = small_run(str(story)), validation.evaluate
+    run, real = small_run(str(story)), validation.evaluate_with
 
-    def stopped(model, tokens, progress, **settings):
+    def stopped(model, tokens, settings, progress, processes):
         def first(done, total):
             assert done < total
             os.kill(os.getpid(), signal.SIGINT)
             progress(done, total)
 
         mine = first if loop.state.counters.step == step else progress
-        return real(model, tokens, progress=mine, **settings)
+        return real(model, tokens, settings, mine, processes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "evaluate", stopped)
+        patch.setattr(validation, "evaluate_with", stopped)
         real_train = loop_module.TrainingLoop.train
 
         def remembered(self):

@@ -54,13 +54,13 @@ def evaluate_in_training(
         if stop():
             raise ValidationStopped
 
+    settings = Settings(
+        segment=segment,
+        mem_len=run.model.mem_len + train.segment - segment,  # the last token of a segment sees as far as in training
+        window=run.model.window or "none",
+        batch_size=run.validation_lanes,
+        max_tokens=train.eval_tokens,
+        dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
+    )
     with trained.whole():
-        settings = Settings(
-            segment=segment,
-            mem_len=run.model.mem_len + train.segment - segment,
-            window=run.model.window or "none",
-            batch_size=run.validation_lanes,
-            max_tokens=train.eval_tokens,
-            dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
-        )
         return evaluate_with(model, corpus.tokens("valid"), settings, progress, trained.processes)
