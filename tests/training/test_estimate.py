@@ -69,57 +69,33 @@ SHAPE = {
 CASES = {
     "dropout everywhere": {"model.d_inner": "512", "model.dropatt": "0.1", "train.batch_size": "8"},
     "compiled attention": {
-        "model.d_inner": "128",
-        "model.attention": "compiled",
-        "model.dropout": "0",
-        "model.mem_len": "600",
+        "model.d_inner": "128", "model.attention": "compiled", "model.dropout": "0", "model.mem_len": "600",
         "train.batch_size": "8",
-    },
-    "pre-norm, long memory": {
-        "model.d_inner": "256",
-        "model.pre_norm": "true",
-        "train.batch_size": "8",
-        "model.mem_len": "300",
-        "model.dropout": "0",
-    },
-    "normalised heads": {
-        "model.d_inner": "128",
-        "model.d_head": "64",
-        "model.qk_norm": "true",
-        "model.dropout": "0",
-        "train.batch_size": "8",
-        "train.dtype": "bfloat16",
     },
     "two parts, float64": {
-        "model.d_inner": "512",
-        "train.batch_size": "12",
-        "train.micro_batches": "2",
-        "train.dtype": "float64",
+        "model.d_inner": "512", "train.batch_size": "12", "train.micro_batches": "2", "train.dtype": "float64",
+    },
+    "pre-norm, long memory": {
+        "model.d_inner": "256", "model.pre_norm": "true", "train.batch_size": "8", "model.mem_len": "300",
+        "model.dropout": "0",
+    },
+    "normalised heads, bfloat16": {
+        "model.d_inner": "128", "model.d_head": "64", "model.qk_norm": "true", "model.dropout": "0",
+        "train.batch_size": "8", "train.dtype": "bfloat16",
     },
     "locked dropout": {
-        "model.d_inner": "1024",
-        "model.locked_dropout": "true",
-        "model.dropout_qkv": "0.1",
-        "train.batch_size": "16",
+        "model.d_inner": "1024", "model.locked_dropout": "true", "model.dropout_qkv": "0.1", "train.batch_size": "16",
     },
     "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
     "vanilla, dropout inside the feed-forward alone": {
-        "model.encoding": "learned",
-        "model.mem_len": "0",
-        "model.d_inner": "1024",
-        "model.dropout": "0",
-        "model.dropout_inner": "0.5",
-        "train.batch_size": "16",
+        "model.encoding": "learned", "model.mem_len": "0", "model.d_inner": "1024", "model.dropout": "0",
+        "model.dropout_inner": "0.5", "train.batch_size": "16",
     },
-}
+}  # fmt: skip
 RECURRENT = {
-    "model.mem_len": "0",
-    "model.d_hidden": "384",
-    "model.d_model": "128",
-    "model.n_layer": "3",
-    "train.batch_size": "32",
-    "train.segment": "128",
-}
+    "model.mem_len": "0", "model.d_hidden": "384", "model.d_model": "128", "model.n_layer": "3",
+    "train.batch_size": "32", "train.segment": "128",
+}  # fmt: skip
 RECURRENT_CASES = {
     "awd-lstm": {"model.kind": "lstm", "model.weight_drop": "0.5", "model.locked_dropout": "true"},
     "mixture": {"model.kind": "lstm", "model.n_softmax": "4", "model.d_last": "192"},
@@ -237,10 +213,10 @@ def test_each_parameter_is_counted_where_it_belongs():
         (
             {},
             "cpu",
-            "81% of a step's products are the softmax over 31,000 tokens, which is slow on a CPU; --data.max-words",
+            "81% of a step's products are the softmax over 31,000 tokens, which is slow on a CPU; data.max_words",
         ),
-        ({"data.unit": "bpe"}, "cpu", "--data.vocab-size 4096 makes fewer, --model.cutoffs 3100,10333"),
-        ({"data.corpus": "wikitext-2"}, "cpu", "CPU; --model.cutoffs 3100,10333 (adaptive softmax) keeps all"),
+        ({"data.unit": "bpe"}, "cpu", "data.vocab_size 4096 makes fewer, model.cutoffs 3100,10333"),
+        ({"data.corpus": "wikitext-2"}, "cpu", "CPU; model.cutoffs 3100,10333 (adaptive softmax) keeps all"),
         ({}, "cuda", None),
         ({"model.cutoffs": "1000"}, "cpu", None),
         ({"model.d_inner": "20000"}, "cpu", None),

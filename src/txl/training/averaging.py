@@ -40,7 +40,7 @@ class WeightAverage(Generic[ModelT]):
         """
         weight = 1 / (self.count + 1) if self._mu is None else self._mu
         for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
-            if self.count == 0:
+            if self.count == 0:  # the copy made at the beginning is no weight of a step
                 average.copy_(newest)
             elif skipped is None:
                 average.lerp_(newest, weight)

@@ -42,6 +42,7 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
     """
     reason = _compiler_missing(device)
     if reason is None:
+        # `Module.compile` keeps the module and so the names of its weights; `torch.compile(layer)` would wrap it.
         for layer in model.get_submodule("layers").children():
             layer.compile(dynamic=model.compiles_any_length)
     return reason
@@ -131,6 +132,7 @@ class CapturedStep:
         tokens, states = inputs.tokens, inputs.states
         hidden = [tensor for state in states for tensor in _tensors(state)]
         filled = _filled(states, tokens.device) if config.reset_memory else []
+        # The memory's shape counts, too: a graph reads full memory, and steps with less of it run eagerly.
         shape = self._shapes.setdefault((tokens.shape, *(tensor.shape for tensor in hidden)), _Shape())
         rows = list(inputs.tail_rows or [None] * len(states))
         if shape.graph is not None and _has_room(shape.room, rows):
@@ -170,7 +172,7 @@ class CapturedStep:
             inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room)
             output = training_step(trained, optimizer, inputs, config)
             after = [tensor for state in output.states for tensor in _tensors(state)]
-            # The graph's own memory: each replay goes on from what the last one left, and a void one leaves it.
+            # Over the graph's own input, which is one copy a step instead of two; a void step leaves the memory.
             for old, new in zip(hidden, after, strict=True):
                 old.copy_(torch.where(void, old, new))
             return output.numbers, output.skipped

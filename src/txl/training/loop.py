@@ -153,6 +153,7 @@ class TrainingLoop:
         state.counters.tokens += output.n_target
         state.counters.tokens_read += update.segment.tokens.numel()
         self._pending = update
+        # A log line or a checkpoint holds this update's loss, so it is read now, and the device waits for once.
         if not self._reads_later or self._is_due(state.counters.step):
             self._settle()
 
@@ -192,6 +193,7 @@ class TrainingLoop:
         memory = setup.empty_memory() if segment.starts_epoch else state.memory
         lanes = setup.trained.processes.share(train.batch_size)
         if train.reset_memory:
+            # A first prompt is often short: tokens after empty memory must be seen more often than once a pass.
             emptied = _emptied(train, state.counters.step)[lanes.start : lanes.stop].chunk(len(memory))
             memory = [part.reset(mask) for part, mask in zip(memory, emptied, strict=True)]
         tokens, targets = (both[lanes.start : lanes.stop] for both in (segment.tokens, segment.targets))
@@ -226,7 +228,7 @@ class TrainingLoop:
         counters.skipped_in_a_row = 0
         counters.last_loss = result.loss
         if counters.first_loss is None:
-            counters.first_loss = result.loss
+            counters.first_loss = result.loss  # what a useless model is compared with at the end (`uselessness`)
         counters.loss_sum += result.loss * update.output.n_target
         counters.loss_count += update.output.n_target
         if train.spike is not None and counters.watch.sees(result.loss, train.spike):

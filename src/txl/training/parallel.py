@@ -69,7 +69,7 @@ class TrainedModel:
     @contextmanager
     def part(self, is_last: bool) -> Iterator[None]:
         """Enclose the passes of one part of the lanes; gradients are exchanged only after the last part."""
-        for module in self._sharded[-1:]:
+        for module in self._sharded[-1:]:  # the model itself, which sets all its layers
             module.set_requires_gradient_sync(is_last)
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
             yield

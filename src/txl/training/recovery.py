@@ -104,6 +104,7 @@ def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver
     if processes.any(processes.is_first and checkpoint is None):
         return False
     restore(state, setup, checkpoint or VerifiedCheckpoint(path))
+    # The memory of the checkpoint belongs to other text than the next segment.
     state.position, state.memory = position, setup.empty_memory()
     counters = state.counters
     counters.rollbacks = was.rollbacks + 1
@@ -112,6 +113,7 @@ def roll_back(state: TrainingState, setup: TrainingSetup, saver: CheckpointSaver
     if processes.is_first:
         point_at_best(setup.directory, counters.best_step)
         remove_later(setup.directory.checkpoints, target)
+    # The checkpoint has the position before the spike; a resume must not read that text again.
     saver.saved_step = None
     saver.save(state)
     return True

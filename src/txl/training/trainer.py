@@ -81,7 +81,7 @@ class Trainer:
         extend: bool = False,
         quiet: bool = False,
     ):
-        self.run = RunConfig.from_dict(run.to_dict())  # checks the types
+        self.run = RunConfig.from_dict(run.to_dict())  # checks the types; the caller may change its own object
         validate(self.run)
         self.run.data = with_absolute_paths(self.run.data)
         self.extend = extend
@@ -91,6 +91,7 @@ class Trainer:
         self._log = self.directory.log()
         goes_on = self.directory.newest() is not None
         begun = self._model_begun_with() if goes_on else self.run.model
+        # Other backends round differently, so that the run would not go on bit for bit.
         is_compiled = getattr(begun, "attention", None) == "compiled" and self.device == "cpu"
         if goes_on and is_compiled and (lacks := why_not()):
             raise UserError(f"{out} was trained with compiled attention, which needs a C++ compiler: {lacks}")
@@ -169,7 +170,7 @@ class Trainer:
             source = RunDirectory(self.init_from)
             check_same_model(source, self.run)
         opened: list[Corpus] = []
-
+        # Process 0 prepares the corpus; the others then open the prepared files.
         self.processes.first_does("corpus", lambda: opened.append(self._corpus(is_new, source)))
         corpus = opened[0] if opened else self._corpus(is_new, source)
         # Preserve the states of the caller's random generators.
