@@ -52,16 +52,15 @@ def remove_empty(folders: list[Path]) -> None:
 
 
 def begins_here(
-    directory: RunDirectory, run: RunConfig, was_ours: bool, extend: bool = False, init_from: str | Path | None = None
+    directory: RunDirectory, run: RunConfig, extend: bool = False, init_from: str | Path | None = None
 ) -> bool:
     """Return True if a new run begins in the directory, False if the stored run continues.
 
     If a new run begins, the files of a failed start are removed.
 
     Args:
-        directory: directory of the run, which exists.
+        directory: locked directory, which has no files of others (`refuse_foreign`).
         run: configuration to train.
-        was_ours: True if a trainer has used the directory before.
         extend: True if the run may have more steps than the stored one.
         init_from: run directory whose weights a new run starts with.
     """
@@ -70,7 +69,6 @@ def begins_here(
         if extend:
             but = f"{path} holds no run to continue"
             raise UserError(field="extend", value=True, but=but, remedy="leave it out to start one")
-        refuse_foreign(directory, was_ours)
         remove_begun(path)
         return True
     there_now = directory.config()

@@ -136,7 +136,7 @@ class Trainer:
                 try:
                     is_new = self.processes.first_does(
                         "directory",
-                        lambda: begins_here(self.directory, self.run, was_ours, self.extend, self.init_from),
+                        lambda: begins_here(self.directory, self.run, self.extend, self.init_from),
                     )
                     return self._fit(is_new)
                 finally:
