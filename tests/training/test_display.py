@@ -39,6 +39,12 @@ def test_plain_lines_go_to_standard_error(capsys):
     ]
 
 
+def test_a_message_is_one_line_whatever_its_paths_hold(capsys):
+    with Display("demo", "byte", 100, quiet=False) as display:
+        display.message("in two\nlines")
+    assert capsys.readouterr().err == "in two lines\n"
+
+
 def test_quiet_says_nothing(capsys):
     with Display("demo", "byte", 100, quiet=True) as display:
         display.message("text")

@@ -29,17 +29,25 @@ def copy(trained, tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
-@pytest.mark.parametrize(
-    "name", ["config.json", "log.jsonl", ".lock", "best", *(f"checkpoints/step-00000012/{each}" for each in FILES)]
-)
-def test_a_named_pipe_in_a_run_directory_is_not_waited_for(name, copy):
+def test_a_named_pipe_in_a_run_directory_is_not_waited_for(copy):
     """A process of its own has a time limit: in this one, a pipe would stop the tests for ever."""
-    (copy / name).unlink(missing_ok=True)
-    os.mkfifo(copy / name)
-    command = [sys.executable, "-m", "txl", "status", str(copy)]
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from txl.cli import main\n"
+        "for name in sys.argv[2:]:\n"
+        "    path = Path(sys.argv[1]) / name\n"
+        "    content = path.read_bytes() if path.exists() else b''\n"
+        "    path.unlink(missing_ok=True)\n"
+        "    os.mkfifo(path)\n"
+        "    assert main(['status', sys.argv[1]]) in (0, 2), name\n"
+        "    path.unlink()\n"
+        "    path.write_bytes(content)\n"
+    )
+    names = ["config.json", "log.jsonl", ".lock", "best", *(f"checkpoints/step-00000012/{name}" for name in FILES)]
+    command = [sys.executable, "-c", program, str(copy), *names]
     ended = subprocess.run(command, timeout=100, capture_output=True, text=True, check=False)
-    assert ended.returncode in (0, 2)
-    assert "Traceback" not in ended.stderr
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_a_finished_run(copy, capsys):

@@ -255,11 +255,6 @@ def test_another_number_of_threads_is_reported_on_resuming(story, data_dir, tmp_
     assert "OMP_NUM_THREADS" not in go_on(1)
 
 
-def test_a_message_is_one_line_whatever_its_paths_hold(story, data_dir, tmp_path, capsys):
-    Trainer(small_run(str(story)), tmp_path / "two\nlines", data_dir=data_dir).fit()
-    assert f"in {tmp_path}/two lines; next: txl eval" in capsys.readouterr().err
-
-
 def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir, tmp_path, monkeypatch):
     taken, real = [], loop_module.training_step
 
@@ -405,7 +400,7 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
 
 def command(out: Path, story: Path, data_dir: Path) -> list[str]:
     words = [sys.executable, "-m", "txl", "train", "stdlib-tiny", "--out", str(out), "--data-dir", str(data_dir)]
-    return [*words, *options_of(small_run(str(story), **{"train.steps": "200"}))]
+    return [*words, *options_of(small_run(str(story), **{"train.steps": "100"}))]
 
 
 def wait_until_it_trains(process: subprocess.Popen, out: Path) -> None:
@@ -436,7 +431,7 @@ def test_the_command_stopped_by_a_signal_goes_on(sent, story, data_dir, tmp_path
     again = subprocess.run(command(out, story, data_dir), stderr=subprocess.PIPE, text=True, timeout=120)
     assert again.returncode == 0
     assert "going on from step" in again.stderr
-    assert (out / "latest").read_text() == "step-00000200\n"
+    assert (out / "latest").read_text() == "step-00000100\n"
 
 
 def test_a_run_whose_terminal_is_closed_is_saved(story, data_dir, tmp_path):
@@ -462,7 +457,7 @@ def test_ignored_signals_do_not_stop_a_run(story, data_dir, tmp_path):
         process.send_signal(each)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert (out / "latest").read_text() == "step-00000200\n"
+    assert (out / "latest").read_text() == "step-00000100\n"
 
 
 def test_a_second_ctrl_c_in_a_notebook_raises_keyboard_interrupt(story, trained, data_dir, tmp_path, monkeypatch):
@@ -509,8 +504,9 @@ def test_a_signal_that_the_caller_handles_is_the_callers(story, data_dir, tmp_pa
 
 
 def test_the_log_names_the_dtype_of_validation(story, data_dir, tmp_path):
-    for dtype in ("float64", "float32", "bfloat16"):
-        train(small_run(str(story), **{"train.dtype": dtype, "train.eval_every": "12"}), tmp_path / dtype, data_dir)
+    for dtype in ("float64", "bfloat16"):
+        options = {"train.dtype": dtype, "train.steps": "2", "train.eval_every": "2"}
+        train(small_run(str(story), **options), tmp_path / dtype, data_dir)
         valid = [each for each in RunDirectory(tmp_path / dtype).events() if each["event"] == "valid"]
         assert [each["dtype"] for each in valid] == [dtype]
 
