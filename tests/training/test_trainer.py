@@ -391,7 +391,7 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
 
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(
-        TrainingDiverged, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning-rate"
+        TrainingDiverged, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning_rate"
     ):
         train(small_run(str(story)), tmp_path / "run", data_dir)
     model, _ = txl.load(tmp_path / "run", checkpoint="latest")
