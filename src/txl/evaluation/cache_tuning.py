@@ -108,6 +108,7 @@ def tune_cache_with(
     check_cache(size, thetas or [0.0], lambdas)
     with evaluation_mode(ContinuousCache(model, size, 0.0, 0.0), settings.dtype) as cache:
         step = _GridStep(cache, thetas, lambdas, settings.temperature)
+        # One pass: the state of model and cache does not depend on theta and lambda.
         plain = read_lanes(cache, tokens, settings, step, progress=progress)
     means = step.total / plain.tokens
     row, column = divmod(int(means.argmin()), len(lambdas))
@@ -139,6 +140,7 @@ class _GridStep:
 
     def __call__(self, inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
         assert isinstance(state, CacheState)
+        # Theta multiplies h . h, so the range to try is found from the first hidden states.
         if not self.thetas:
             self.thetas = _spread(self._cache.model, inputs, state.inner)
         nll, cached, any_pair, after = self._cache.parts(inputs, targets, state, self.thetas, self._temperature)

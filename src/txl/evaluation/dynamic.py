@@ -150,9 +150,11 @@ class AdaptingModel:
                 raise UserError(
                     "the gradient statistics are of a model of another shape", remedy="take them of this one"
                 )
+        # Weights adapt in place, and the caller's model must not change.
         self.model = _copied(model, trained)
         current = dict(self.model.own_model.named_parameters())
         self._current = [current[name] for name in trained]
+        # The trained weights themselves, not a copy: decay reads them at every step.
         self._trained = [weight.detach() for weight in trained.values()]
         self._scales: Sequence[Tensor | float] = [adaptation.learning_rate] * len(trained)
         self._pulls: Sequence[Tensor | float] = [adaptation.decay] * len(trained)
@@ -208,6 +210,7 @@ def _rms_rates(
     adaptation: Adaptation, statistics: GradientStatistics, names: list[str]
 ) -> tuple[list[Tensor], list[Tensor | float]]:
     """Return the factors of the gradients, and of the distances from the trained weights, one of each per tensor."""
+    # The code of 2019 does not divide by the number of segments, so its learning rates depend on that number.
     count = statistics.segments if adaptation.statistics == "mean" else 1
     sizes = [(statistics.squares[name] / count).sqrt() for name in names]
     scales = [adaptation.learning_rate / (size + adaptation.epsilon) for size in sizes]
@@ -219,6 +222,7 @@ def _rms_rates(
     mean = torch.stack([size.mean() for size in sizes]).mean()
     if mean == 0:
         raise UserError("the training split's gradients are 0 everywhere, so that there is nothing to adapt")
+    # A pull above 1 would overshoot the trained weights.
     return scales, [(adaptation.decay * size / mean).clamp(max=1) for size in sizes]
 
 
@@ -248,6 +252,7 @@ def _gradients(
 ) -> tuple[Tensor, list[Tensor | None] | None, State]:
     """Return losses [B,T], the gradients of the mean loss of counted targets (None without any), and the next state."""
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
+    # The memory carries no gradient: it was detached after the segment before.
     with torch.enable_grad(), autocast:
         # With a continuous cache, the score is that of the mixture, and the gradient that of the model inside.
         scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
@@ -257,6 +262,7 @@ def _gradients(
     torch.clear_autocast_cache()
     if followed.numel() == 0:
         return scored.detach(), None, state.detach()
+    # Classifiers that serve training alone have no gradient here.
     gradients = torch.autograd.grad(followed.mean(), parameters, allow_unused=True)
     return scored.detach(), list(gradients), state.detach()
 
@@ -322,6 +328,7 @@ def statistics_with(
         assert gradients is not None  # every target counts
         for name, gradient in zip(parameters, gradients, strict=True):
             if gradient is not None:
+                # Element by element: each weight has a size of its own.
                 squares[name] = squares[name] + gradient.square() if name in squares else gradient.square()
         return nll, state
 

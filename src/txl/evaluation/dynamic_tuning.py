@@ -111,6 +111,7 @@ def tune_dynamic_with(
         for row, rate in enumerate(rates)
         for column, decay in enumerate(decays)
     }
+    # Without adaptation first: it shows damaged weights before the search begins.
     static = evaluate_with(model, tokens, settings, progress)
     if math.isnan(static.nll):
         raise UserError("losses of the fixed weights are not numbers: training diverged, or the weights are damaged")
@@ -119,6 +120,7 @@ def tune_dynamic_with(
     def loss(place: tuple[int, int]) -> float:
         if place not in tried:
             nll = adapt_with(model, tokens, pairs[place], statistics, settings, progress).nll
+            # NaN compares false with everything; as infinity, diverged weights lose every comparison.
             tried[place] = math.inf if math.isnan(nll) else nll
         return tried[place]
 
@@ -129,6 +131,7 @@ def tune_dynamic_with(
     while True:
         row, column = best
         around = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
+        # Ties stay: a pair must be better, or the search might go in circles.
         better = min((place for place in around if place in pairs), key=loss, default=best)
         if loss(better) >= loss(best):
             break

@@ -13,15 +13,16 @@ from itertools import pairwise
 from numbers import Integral
 
 import torch
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import JsonObject
 
+# Losses l_i(c,t) in nats by model name and context length: [targets], with equal targets in equal order everywhere.
 Losses = Mapping[str, Mapping[int, Tensor | ArrayLike]]
-"""Losses l_i(c,t) in nats by model name and context length: [targets], with equal targets in equal order everywhere."""
+Gains = dict[float, dict[tuple[int, int], dict[str, float]]]  # by r, pair (c,c') of context lengths, and model
 
 
 def relative_effective_context_length(
@@ -44,18 +45,7 @@ def relative_effective_context_length(
             stay constant at longer contexts (`txl.losses_at_contexts`).
         step: c' - c (Delta in the paper), if lengths between c and c' are measured too; None: c' is the next length.
     """
-    check_fractions(r, threshold)
-    lengths = _checked(losses)
-    found = dict.fromkeys(losses, lengths[-1])
-    stopped: set[str] = set()
-    for short, long in _steps(lengths, step):
-        gains = relative_gains(losses, short, long, r)
-        for name, gain in gains.items():
-            if name not in stopped and gain < threshold:
-                stopped.add(name)
-                found[name] = short
-    limits = {name: limit for name, limit in (longest or {}).items() if limit is not None}
-    return {name: min(length, limits.get(name, length)) for name, length in found.items()}
+    return effective_context(losses, [r], threshold, longest, step).recl[r]
 
 
 @dataclass(frozen=True)
@@ -64,9 +54,9 @@ class EffectiveContext:
 
     recl: dict[float, dict[str, int]]
     """Relative effective context length in tokens, by r and model."""
-    relative_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
+    relative_gains: Gains
     """g_i(c,c') by r, by pair (c,c') of lengths one step apart, and by model."""
-    perplexity_gains: dict[float, dict[tuple[int, int], dict[str, float]]]
+    perplexity_gains: Gains
     """exp f_i(c,c) - exp f_i(c,c') by r, by pair c < c' of multiples of the step, and by model (Figure 3)."""
 
 
@@ -78,15 +68,21 @@ def effective_context(
     step: int | None = None,
 ) -> EffectiveContext:
     """Return `relative_effective_context_length` and the gains of a group for every fraction r of hardest targets."""
-    recl = {r: relative_effective_context_length(losses, r, threshold, longest, step) for r in fractions}
+    for r in fractions:
+        check_fractions(r, threshold)
     lengths = _checked(losses)
+    steps = _steps(lengths, step)
     whole = [length for length in lengths if step is None or length % step == 0]
     pairs = [(short, long) for short in whole for long in whole if long > short]
-    return EffectiveContext(
-        recl,
-        {r: {pair: relative_gains(losses, *pair, r) for pair in _steps(lengths, step)} for r in fractions},
-        {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions},
-    )
+    relative = {r: {pair: relative_gains(losses, *pair, r) for pair in steps} for r in fractions}
+    recl = {}
+    for r, by_pair in relative.items():
+        # A model that was held at fewer tokens than were asked for gets no longer answer than it read.
+        ends = {name: (longest or {}).get(name) or lengths[-1] for name in losses}
+        first = {name: [short for (short, _), gains in by_pair.items() if gains[name] < threshold] for name in losses}
+        recl[r] = {name: min([*first[name], lengths[-1]][0], ends[name]) for name in losses}
+    perplexity = {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions}
+    return EffectiveContext(recl, relative, perplexity)
 
 
 def group_record(
@@ -101,31 +97,30 @@ def group_record(
         r: fractions of the hardest targets to compare.
         threshold: least relative gain in perplexity that counts.
     """
-    longest = {each["name"]: each["longest_context"] for each in models}
-    found = effective_context(losses, r, threshold, longest)
-    some = next(iter(losses.values()))
-    lengths = sorted(some)
+    context = effective_context(losses, r, threshold, {model["name"]: model["longest_context"] for model in models})
+    first = next(iter(losses.values()))
+    lengths = sorted(first)
 
-    def rows(gains: dict[float, dict[tuple[int, int], dict[str, float]]]) -> dict[str, list[JsonObject]]:
+    def rows(gains: Gains) -> dict[str, list[JsonObject]]:
         return {
             str(r): [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()]
             for r, by_pair in gains.items()
         }
 
     return {
-        "targets": len(some[lengths[0]]),
+        "targets": len(first[lengths[0]]),
         "context_lengths": lengths,
         "threshold": threshold,
         "models": [
             {
                 **model,
-                "recl": {str(r): each[model["name"]] for r, each in found.recl.items()},
+                "recl": {str(r): by_model[model["name"]] for r, by_model in context.recl.items()},
                 "ppl": {str(length): values.mean().exp().item() for length, values in losses[model["name"]].items()},
             }
             for model in models
         ],
-        "relative_gains": rows(found.relative_gains),
-        "perplexity_gains": rows(found.perplexity_gains),
+        "relative_gains": rows(context.relative_gains),
+        "perplexity_gains": rows(context.perplexity_gains),
     }
 
 
@@ -142,6 +137,7 @@ def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
         count: least number of targets; a stream with too few tokens yields fewer.
         step: difference between neighbouring context lengths.
     """
+    # Contexts of neighbouring targets begin at the same token if the distance divides the step, or the reverse.
     distance = widest = max(1, (n_token - longest) // count)
     while step % distance and distance % step:
         distance -= 1
@@ -160,63 +156,64 @@ def check_fractions(r: float, threshold: float) -> None:
 
 def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
     """Return g_i(c,c') = (exp f_i(c,c) - exp f_i(c,c')) / exp f_i(c,c) of each model, for c = `short`, c' = `long`."""
-    baseline, chosen = _hardest(losses, short, r)
+    baseline = _baseline(losses, short)
+    chosen = _hardest(baseline, r)
     # f_i(c,c) is the mean baseline for every model: b(c,t) is no larger than any l_i(c,t).
     before = baseline[chosen].mean()
     gains = {}
     for name, by_length in losses.items():
         after = torch.minimum(baseline, _float64(by_length[long]))[chosen].mean()
+        # expm1, because a gain near the threshold of 1% is the difference of two nearly equal perplexities.
         gains[name] = 0.0 - torch.expm1(after - before).item()  # not -0.0
     return gains
 
 
 def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
     """Return exp f_i(c,c) - exp f_i(c,c') of each model, as in Figure 3."""
-    baseline, chosen = _hardest(losses, short, r)
-    perplexity = baseline[chosen].mean().exp().item()
+    baseline = _baseline(losses, short)
+    perplexity = baseline[_hardest(baseline, r)].mean().exp().item()
     return {name: gain * perplexity for name, gain in relative_gains(losses, short, long, r).items()}
 
 
-def _hardest(losses: Losses, length: int, r: float) -> tuple[Float64[Tensor, " targets"], Int64[Tensor, " hardest"]]:
-    """Return b(c,t), and the indices of the fraction r of targets with the largest b(c,t) (at least one index)."""
-    baseline = torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
-    count = max(1, round(r * len(baseline)))
-    return baseline, baseline.topk(count, sorted=False).indices
+def _baseline(losses: Losses, length: int) -> Float64[Tensor, " targets"]:
+    """Return b(c,t), the lowest loss of all models at each target."""
+    return torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
+
+
+def _hardest(baseline: Tensor, r: float) -> Tensor:
+    """Return the indices of the fraction r of targets with the largest b(c,t), at least one index."""
+    # By the baseline and not by a model's own losses: all models are compared on the same targets.
+    return baseline.topk(max(1, round(r * len(baseline))), sorted=False).indices
 
 
 def _checked(losses: Losses) -> list[int]:
     """Check the losses, and return the context lengths in increasing order."""
     if not losses:
-        raise UserError("no models were given; expected the losses of one or more")
-    for name, each in losses.items():
-        if not isinstance(each, Mapping) or not all(isinstance(length, Integral) for length in each):
-            raise UserError(f"model {name!r} has {type(each).__name__} {each!r:.60}; expected losses by context length")
-    first, by_length = next(iter(losses.items()))
-    lengths, n_target = sorted(by_length), None
+        raise UserError("no models were given", expected="the losses of one or more")
+    for name, by_length in losses.items():
+        if not isinstance(by_length, Mapping) or not all(isinstance(length, Integral) for length in by_length):
+            raise UserError(field=f"losses of {name!r}", value=by_length, expected="losses by context length")
+    lengths = sorted(next(iter(losses.values())))
     if not lengths or lengths[0] < 1:
-        raise UserError(f"model {first!r} has losses at context lengths {lengths}; expected one or more, all above 0")
-    for name, each in losses.items():
-        if sorted(each) != lengths:
+        raise UserError(f"the context lengths are {lengths}", expected="one or more, all above 0")
+    n_target: int | None = None
+    for name, by_length in losses.items():
+        if sorted(by_length) != lengths:
             raise UserError(
-                f"model {name!r} has losses at context lengths {sorted(each)}, {first!r} at {lengths}; "
-                f"expected the same"
+                f"model {name!r} has losses at context lengths {sorted(by_length)}", expected=f"{lengths}, as the first"
             )
-        for length, given in each.items():
+        for length, given in by_length.items():
             try:
                 values = _float64(given)
             except (TypeError, ValueError, RuntimeError) as error:
+                problem = f"model {name!r} has losses at context length {length} that are no numbers ({error})"
+                raise UserError(problem) from None
+            n_target = len(values) if n_target is None and values.ndim else n_target
+            if list(values.shape) != [n_target] or not n_target or not values.isfinite().all():
                 raise UserError(
-                    f"model {name!r} has losses at context length {length} that are no numbers ({error}); expected one "
-                    f"of each of the same targets"
-                ) from None
-            n_target = len(values) if n_target is None and values.ndim == 1 else n_target
-            if values.ndim != 1 or len(values) != n_target or n_target == 0:
-                raise UserError(
-                    f"model {name!r} has losses of shape {list(values.shape)} at context length {length}; expected one "
-                    f"of each of the same targets, [{n_target or 'targets'}]"
+                    f"model {name!r} has losses of shape {list(values.shape)} at context length {length}",
+                    expected=f"a finite number for each of the same targets, [{n_target or 'targets'}]",
                 )
-            if not values.isfinite().all():
-                raise UserError(f"model {name!r} has losses at context length {length} that are not finite numbers")
     return lengths
 
 

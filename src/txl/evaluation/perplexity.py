@@ -51,6 +51,7 @@ def evaluate(
         progress: called with the number of this process's targets scored so far and their total number.
         processes: processes that evaluate together, each a part of the lanes; all processes return the whole result.
     """
+    # The keywords become one value here; everything below passes the value on.
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, max_tokens, exhaustive, dtype, temperature)
     return evaluate_with(model, tokens, settings, progress, processes)
 
@@ -63,6 +64,7 @@ def evaluate_with(
     processes: Processes = Processes(),  # noqa: B008 (a value)
 ) -> EvaluationResult:
     """Return the mean loss of a model over a stream of tokens, as `evaluate`."""
+    # Around the whole stream, so that autocast converts each weight once and not once a segment.
     with evaluation_mode(model, settings.dtype) as view:
         step = nll_step(view, settings.temperature)
         return read_lanes(view, tokens, settings, step, progress=progress, processes=processes)

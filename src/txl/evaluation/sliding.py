@@ -154,6 +154,7 @@ def losses_at_contexts(
     """
     if len(contexts) == 0:
         raise UserError("no contexts were given", expected="one or more lengths")
+    # A model that reads at most n tokens cannot gain from more: its losses stay those at n.
     seen_at = {context: context if model.context is None else min(context, model.context) for context in contexts}
     read = sorted(set(seen_at.values()))
     settings = _windowed(read[0], window, clamp_len, batch_size, dtype)
@@ -235,6 +236,7 @@ def _read(
     with evaluation_mode(model, settings.dtype) as view:
         empty = settings.init_state(view, 1)
         for places, found, read in window_losses(view, ids, targets, contexts, settings, empty):
+            # On the CPU: the losses of all targets and contexts may be more than a GPU has room for.
             losses[places] = found.cpu()
             if progress is not None:
                 progress(*read)
@@ -266,12 +268,15 @@ def window_losses(
         indices of the losses in [targets,C], flattened; the losses in nats; numbers of tokens read so far, and in all.
     """
     seen = np.minimum(contexts, targets[:, None])
+    # A causal window of 900 tokens also holds the losses of all shorter contexts that begin where it begins.
     begins, window_of = np.unique((targets[:, None] - seen).ravel(), return_inverse=True)
     seen, following = seen.ravel(), np.repeat(ids[targets], len(contexts))
     lengths = np.zeros_like(begins)
+    # A window is as long as the longest context that is read in it.
     np.maximum.at(lengths, window_of, seen)
     losses_of = np.split(np.argsort(window_of, kind="stable"), np.bincount(window_of).cumsum()[:-1])
     device, done, total = next(view.parameters()).device, 0, lengths.sum().item()
+    # Windows of one length are read together, because a batch has one shape and no padding to mask.
     for length in np.unique(lengths).tolist():
         windows = np.flatnonzero(lengths == length)
         for first in range(0, len(windows), settings.batch_size):

@@ -122,6 +122,7 @@ class EvaluationResult:
     @property
     def ppl(self) -> float:
         """Perplexity per token: exp of the mean loss."""
+        # exp of 710 overflows a float64.
         return math.exp(self.nll) if self.nll < 700 else math.inf
 
     @property
@@ -177,6 +178,7 @@ class Lanes:
 
     def share(self, processes: Processes) -> Lanes:
         """Return the lanes of this process. All processes get equally many lanes; some lanes may have no target."""
+        # Sharded weights are gathered by all processes together: all must read equally many segments of equal shape.
         missing = -len(self.first) % processes.count
         padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
         mine = processes.share(len(padded.first))
@@ -193,6 +195,7 @@ class Lanes:
         """Yield inputs, targets and the mask of targets that count (lanes may differ in length by one token)."""
         for start in range(0, self.longest, segment):
             width = min(segment, self.longest - start)
+            # A lane that is one token shorter ends with a token 0 that does not count.
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
             counted = np.zeros((len(self.first), width), dtype=bool)
             for lane, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
@@ -237,12 +240,14 @@ def read_lanes(
     def losses() -> Iterator[tuple[Tensor, int]]:
         nonlocal state
         for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
+            # Before the copy to a GPU, where looking at them would wait for the device.
             check_ids(inputs, model.vocab_size)
             check_ids(targets, model.vocab_size)
             # The targets that count are counted on the CPU, because counting them on a GPU would wait for it.
             mask = counted.to(device)
             # All segments but the last have one shape: a step that is recorded and replayed belongs into this call.
             nll, state = step(inputs.to(device), targets.to(device), state, mask)
+            # Masked, not selected: a GPU would have to tell how many are left.
             yield nll.double().masked_fill(~mask, 0.0), int(counted.sum())
 
     n_target = lanes.n_target
@@ -372,5 +377,6 @@ def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
         return None
     if n_read == len(tokens) or tokens.n_bytes == len(tokens):
         return tokens.n_bytes / len(tokens)
+    # A prefix may have longer or shorter tokens than the whole, so the bytes are counted over what was read.
     part = tokens.bytes_of_first(n_read)
     return part / n_read if part else None

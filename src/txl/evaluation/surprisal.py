@@ -200,7 +200,8 @@ def _slide(view: LanguageModel, tokens: Iterator[LocatedToken], empty: State, se
     device, context = next(view.parameters()).device, settings.segment
     first = next(tokens)
     yield _Scored(first, None, 0, 0)
-    ids, n_most = [first.id], context  # the first `context` targets share one window
+    # The first `context` targets share one window, the beginning of the text.
+    ids, n_most = [first.id], context
     while targets := list(islice(tokens, n_most)):
         ids = ids[-context:] + [token.id for token in targets]
         check_ids(torch.tensor(ids), view.vocab_size)
@@ -210,6 +211,7 @@ def _slide(view: LanguageModel, tokens: Iterator[LocatedToken], empty: State, se
             losses = torch.cat([losses for _, losses, _ in windows]).tolist()
         for token, loss, place in zip(targets, losses, places.tolist(), strict=True):
             yield _Scored(token, loss, 0, min(place, context))
+        # Some batches at a time, so that memory does not grow with the text.
         n_most = 4 * WINDOWS
 
 
@@ -217,6 +219,7 @@ def _seen(state: State, n_token: int, n_read: int) -> list[tuple[int, int]]:
     """Return the numbers of memory positions and of all tokens that each prediction of the next segment sees."""
     if state.length is None:  # a recurrent state has no positions: it may hold something of every token
         return [(0, n_read + place + 1) for place in range(n_token)]
+    # A window includes the query's own key; what is left of it lies in the segment and then in memory.
     window = math.inf if state.lengths.window is None else state.lengths.window
     keys = [int(min(window, state.length + place + 1)) for place in range(n_token)]
     return [(max(0, count - place - 1), count) for place, count in enumerate(keys)]
@@ -233,6 +236,7 @@ def _rows(scored: Iterable[_Scored], vocabulary: Vocabulary) -> Iterator[tuple[T
                 remedy="use another checkpoint",
             )
         unknown = vocabulary.unk_id is not None and token.id == vocabulary.unk_id
+        # The first token has nothing before it, so that no probability is defined.
         bits = None if nll is None else nll / _LN2
         row = TokenSurprisal(
             index, token.start, token.end, token.word, token.text, unknown, bits, None, item.memory, item.context
@@ -251,6 +255,7 @@ def _with_words(rows: Iterable[tuple[TokenSurprisal, bool]]) -> Iterator[TokenSu
             if last is not None:
                 yield last
             last = row
+            # White space before a word counts to the word: byte-level BPE cannot tell them apart.
             total = None if total is None or row.surprisal is None else total + row.surprisal
             has_text |= is_text and word is not None
         assert last is not None

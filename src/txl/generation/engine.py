@@ -100,6 +100,7 @@ class DecodeEngine:
             raise UserError(field="max_streams", value=max_streams, expected="1 or more")
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
             raise UserError(field="dtype", value=dtype, expected="torch.float32, torch.bfloat16 or torch.float64")
+        # In their own dtype the weights are shared, and the engine notices if they change; a converted copy cannot.
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
         structure = frozen_structure(model if converted is None else self.model)
@@ -107,6 +108,7 @@ class DecodeEngine:
             state = self.model.init_state(1, mem_len, window, clamp_len)
             self.reader = Reader(self.model, structure, state.lengths)
             shape, like = self.model.config, self.reader.like
+            # A hook or a foreign module must be called, which rings of projected keys and values would bypass.
             if structure.outsider is None:
                 self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
                 self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile, structure)
@@ -200,6 +202,7 @@ class DecodeEngine:
         slots = self._slots
         assert isinstance(slots, Slots)
         with torch.inference_mode():
+            # Copied out: an idle stream is a value beside the engine and takes no slot from others.
             keys, values = slots.held(stream.slot)
         return StreamState(int(slots.read[stream.slot]) + 1, int(self._next[stream.slot]), keys, values)
 
@@ -238,18 +241,20 @@ class DecodeEngine:
         if not self._streams:
             return torch.zeros(0, dtype=torch.int64)
         streams, step = list(self._streams), self._step
-        drawing, *others = {self._drawing(each) for each in streams}
+        # If all streams draw alike, one recorded graph takes the step and draws: the program waits once a token.
+        drawing, *others = {self._drawing(stream) for stream in streams}
         if not isinstance(step, StaticStep) or others or not step.draws(drawing):
             return self.draw(self.advance())
         self._check_ready(streams)
-        slots = [each.slot for each in streams]
+        slots = [stream.slot for stream in streams]
+        # A graph covers the first slots, free ones included; only those with a 1 take part.
         keys = torch.zeros(3, max(slots) + 1, dtype=torch.int64)
-        keys[:, slots] = torch.tensor([(each.seed, each.drawn, 1) for each in streams]).T
+        keys[:, slots] = torch.tensor([(stream.seed, stream.drawn, 1) for stream in streams]).T
         with torch.inference_mode():
             drawn = step.draw(self._next, drawing, keys).cpu()[:, slots]
         return self._ended(streams, drawn)
 
-    def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " kept"]:
+    def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " drawn"]:
         """Draw the next token of some streams (default: all) from the log-probabilities that `advance` returned.
 
         Streams for which no token can be drawn end, as in `step`. The tokens of the other streams are returned on the
@@ -258,23 +263,23 @@ class DecodeEngine:
         chosen = list(self._streams if streams is None else streams)
         with torch.inference_mode():
             drawn = self._draw(log_probs, chosen)
-            slots = sent(torch.tensor([each.slot for each in chosen], dtype=torch.int64), drawn.device)
+            slots = sent(torch.tensor([stream.slot for stream in chosen], dtype=torch.int64), drawn.device)
             self._next[slots] = torch.where(drawn[1] == 0, drawn[0], self._next[slots])
         return self._ended(chosen, drawn.cpu())
 
-    def _ended(self, streams: Sequence[Stream], drawn: Int64[Tensor, "2 B"]) -> Int64[Tensor, " kept"]:
+    def _ended(self, streams: Sequence[Stream], drawn: Int64[Tensor, "2 B"]) -> Int64[Tensor, " drawn"]:
         """End the streams for which no token was drawn, update the others, and return the drawn tokens."""
-        kept = []
+        drawn_at = []
         for place, (stream, obstacle) in enumerate(zip(streams, drawn[1].tolist(), strict=True)):
             if (reason := REASONS[obstacle]) is not None:
                 self.leave(stream)
                 self._slots.clear(stream.slot)
                 stream.ended = reason
                 continue
-            kept.append(place)
+            drawn_at.append(place)
             stream.drawn += 1
             stream.waiting = True
-        return drawn[0, kept].clone()
+        return drawn[0, drawn_at]
 
     def advance(self, streams: Sequence[Stream] | None = None) -> Float[Tensor, "B V"]:
         """Read the waiting token of some streams (default: all); `draw` or `put` sets the next token of each.
@@ -287,10 +292,11 @@ class DecodeEngine:
         """
         chosen = list(self._streams if streams is None else streams)
         self._check_ready(chosen)
-        places = [each.slot for each in chosen]
+        places = [stream.slot for stream in chosen]
         with torch.inference_mode():
             slots = sent(torch.tensor(places, dtype=torch.int64), self._next.device)
             log_probs = self._step(self._next, slots, max(places, default=0) + 1)
+            # After the step, which finds the place of the token's key by the number of tokens before it.
             self._slots.read[slots] += 1
         for stream in chosen:
             stream.waiting = False
@@ -337,11 +343,12 @@ class DecodeEngine:
 
         The program does not wait for the device.
         """
+        # Streams with equal settings draw together; a request on the server may have settings of its own.
         groups: dict[DrawSettings, list[int]] = {}
         for row, stream in enumerate(streams):
             groups.setdefault(self._drawing(stream), []).append(row)
         device = log_probs.device
-        keys = sent(torch.tensor([(each.seed, each.drawn) for each in streams]), device)
+        keys = sent(torch.tensor([(stream.seed, stream.drawn) for stream in streams]), device)
         drawn = torch.empty(2, len(streams), dtype=torch.int64, device=device)
         for drawing, members in groups.items():
             rows = slice(None) if len(groups) == 1 else sent(torch.tensor(members), device)

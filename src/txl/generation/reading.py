@@ -18,8 +18,8 @@ from txl.models.memory import Memory, Projections
 from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, frozen_structure
 
+# Tokens of a prompt read at once: between two segments other streams take steps, and scores stay small.
 PROMPT_SEGMENT = 128
-"""Tokens of a prompt read at once."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StreamState:
     @property
     def nbytes(self) -> int:
         """Size of keys and values in bytes."""
-        return sum(each.nbytes for each in (*self.keys, *self.values))
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
 class Reader:
@@ -94,9 +94,8 @@ class Reader:
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
         """Return a saved state as a memory for reading segments with a view of the model (default: the model itself).
 
-        A saved state has keys and values but no hidden states. The memory's hidden states are NaN, so that code that
-        needs hidden states cannot compute plausible but wrong numbers. Of a longer memory only the newest positions are
-        kept.
+        A saved state has keys and values but no hidden states, which are NaN here. Of a longer memory only the newest
+        positions are kept.
 
         Raises:
             UserError: if the state comes from an engine with a shorter memory and lacks positions that are seen here.
@@ -114,8 +113,9 @@ class Reader:
             )
         newest = slice(state.keys[0].shape[1] - n_held, None)
         with torch.inference_mode():
+            # NaN, so that code that needs hidden states cannot compute plausible but wrong numbers.
             unknown = self.like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
-            keys, values = (tuple(each[:, None, newest] for each in kind) for kind in (state.keys, state.values))
+            keys, values = (tuple(layer[:, None, newest] for layer in kind) for kind in (state.keys, state.values))
             held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
@@ -161,6 +161,7 @@ class TextReading:
         self.reader, self._segment, self._model = reader, min(segment, PROMPT_SEGMENT), view or reader.model
         before = after.n_token if after is not None else 0
         if after is not None and before > 0:
+            # The last token of a stream is never read: the next step, or the next text, reads it.
             ids = torch.cat([ids.new_tensor([after.waiting]), ids])
             self.memory = reader.memory_of(after, self._model)
         else:
@@ -196,8 +197,9 @@ class TextReading:
 
     def state(self) -> StreamState:
         """Return the state after the tokens read so far, with the next token as the waiting one."""
-        held = self.memory.projections
-        if held is None:
+        projections = self.memory.projections
+        if projections is None:
             return replace(self.reader.empty_state(), n_token=1, waiting=int(self._ids[0]))
-        keys, values = (tuple(each[:, 0].clone() for each in kind) for kind in (held.keys, held.values))
+        # Copied: reading may go on in the same buffers.
+        keys, values = (tuple(layer[:, 0].clone() for layer in kind) for kind in (projections.keys, projections.values))
         return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)

@@ -138,17 +138,17 @@ def checked_tokens(ids: Sequence[int] | Tensor, vocab_size: int, what: str = "th
     import torch
 
     try:
-        found = torch.as_tensor(ids).reshape(-1)
+        tokens = torch.as_tensor(ids).reshape(-1)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UserError(f"{what} is not made of token ids; expected whole numbers") from None
-    if found.numel() == 0:
+    if tokens.numel() == 0:
         raise UserError(f"{what} is empty; expected at least one token to continue from")
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise UserError(f"{what} is of {found.dtype}; expected token ids, whole numbers")
-    found = found.long()
-    if int(found.min()) < 0 or int(found.max()) >= vocab_size:
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise UserError(f"{what} is of {tokens.dtype}; expected token ids, whole numbers")
+    tokens = tokens.long()
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         raise UserError(f"{what} has token ids outside of the model's vocabulary, 0 to {vocab_size - 1}")
-    return found
+    return tokens
 
 
 def checked_seed(seed: int) -> int:

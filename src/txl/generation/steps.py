@@ -34,13 +34,14 @@ class Slots:
     """Ring buffers of all layers, and the number of tokens that each stream has read."""
 
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
+        # One more than memory has: the key of the token that is being read takes a place too.
         self.size = capacity + 1
         self.lanes_first = runs_ahead(like)
         """True (on a GPU): stored as [B,H,R,D], so that the rings of the first slots are one contiguous block."""
         shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
         rings = [like.new_zeros(*shape, self.size, d_head) for _ in range(2 * n_layer)]
         if self.lanes_first:
-            rings = [each.transpose(0, 1) for each in rings]
+            rings = [ring.transpose(0, 1) for ring in rings]
         self.keys, self.values = rings[:n_layer], rings[n_layer:]
         """[H,B,R,D] a layer."""
         self.read = torch.zeros(n_slot, dtype=torch.int64, device=like.device)
@@ -57,11 +58,12 @@ class Slots:
     def fill(self, slot: int, memory: Memory, read: int) -> None:
         """Put the memory of a stream that has read `read` tokens into a slot, overwriting the slot's content."""
         self.read[slot] = read
-        held = memory.projections
-        if held is None or memory.length == 0:
+        projections = memory.projections
+        if projections is None or memory.length == 0:
             return
-        places = torch.arange(read - memory.length, read, device=held.keys[0].device) % self.size
-        for kind, source in ((self.keys, held.keys), (self.values, held.values)):
+        # As if the tokens had been read here one by one: token i of the stream lies at i modulo the ring's size.
+        places = torch.arange(read - memory.length, read, device=projections.keys[0].device) % self.size
+        for kind, source in ((self.keys, projections.keys), (self.values, projections.values)):
             for ring, projected in zip(kind, source, strict=True):
                 ring[:, slot].index_copy_(1, places, projected[:, 0].to(ring.dtype))
 
@@ -108,10 +110,8 @@ class MemorySlots:
         self.states[slot] = None
 
 
-_ALIKE = 32
-"""Steps in a row with equal draw settings before a graph of step and drawing is recorded; recording is slow."""
-_MOST_DRAWS = 8
-"""Largest number of recorded graphs that include drawing."""
+_ALIKE = 32  # steps in a row with equal draw settings before a graph with drawing is recorded; recording is slow
+_MOST_DRAWS = 8  # recorded graphs that include drawing; each keeps buffers for its results
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,7 @@ class StaticStep:
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
         self.model, self.slots, self.captured = model, slots, captured
         like = slots.keys[0]
+        # With fixed weights W_kR R depends on the distance alone: it is projected once, not once a token.
         self.positions = model.position_projections(slots.size, clamp_len, like)
         self.lanes = torch.arange(like.shape[1], device=like.device)
         self.ring = torch.arange(slots.size, device=like.device)
@@ -157,6 +158,7 @@ class StaticStep:
         """
         if not self.captured:
             return self._log_probs(tokens)[0][slots]
+        # Powers of two: a few graphs serve every number of streams, and at most half of a step is wasted.
         n_lane = self._rounded(n_lane)
         if n_lane not in self._graphs:
             self._graphs[n_lane] = Captured(self._log_probs)
@@ -215,19 +217,25 @@ class StaticStep:
 
     def _layers(self, hidden: Tensor, lanes: Tensor, place: Tensor, seen: Tensor) -> Tensor:
         """Return h^N from h^0 [n,1,E] of the first n slots, with their `Slots.place` and `Slots.seen`."""
+        # Ring position p holds the key of the token (place - p) mod R back. At a distance of `seen` or more it is not
+        # filled yet, or holds a key of the slot's earlier stream.
         distance = (place[:, None] - self.ring) % self.slots.size
         hidden_keys = (distance >= seen[:, None])[None]
+        # Projected positions are stored with the farthest distance first.
         row = (self.slots.size - 1 - distance).expand(self.model.config.n_head, -1, -1)
         for number, module in enumerate(self.model.layers):
             layer = cast(TransformerXLLayer, module)
             attention = layer.attention
             context = attention.norm(hidden) if attention.pre_norm else hidden
             keys, values = (kind[number][:, : len(lanes)] for kind in (self.slots.keys, self.slots.values))
+            # Written before the scores are computed, because a token attends to itself.
             for buffer, new in zip((keys, values), attention.keys_and_values(context), strict=True):
                 buffer[:, lanes, place] = new[:, 0].transpose(0, 1)
             u, v = attention.biases((self.model.u, self.model.v) if self.model.shares_biases else None)
+            # The factor 1/sqrt(D) goes to query and biases, D numbers a head, not to the R scores.
             query = attention.query(context)[:, 0].transpose(0, 1) / math.sqrt(attention.d_head)
             bias_u, bias_v = ((bias / math.sqrt(attention.d_head))[:, None] for bias in (u, v))
+            # Terms (b) and (d) for every distance, then gathered in the order of the ring; (a) and (c) are below.
             by_distance = torch.bmm(query + bias_v, self.positions[number].transpose(1, 2)).gather(2, row)
             scores = self._products(keys, (query + bias_u)[..., None]).squeeze(-1) + by_distance
             weights = scores.masked_fill(hidden_keys, -math.inf).softmax(dim=-1)
@@ -259,6 +267,7 @@ class CompiledStep:
         return torch.cat([self._some(tokens[some], some) for some in slots.split(MOST_ROWS)])
 
     def _some(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        # A copy, because the library turns h^0 into h^N in place, in the dtype of its sums.
         hidden = self.model.embedding(tokens).to(sums_dtype(self.weights.dtype), copy=True)
         place, seen = self.slots.place(slots), self.slots.seen(slots)
         places = places_of(self.slots.keys[0], None, self.positions[0], self.clamp_len, slots, place, seen)
@@ -274,6 +283,7 @@ class ModuleStep:
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Take a step; arguments as for `StaticStep`."""
+        # One slot after the other: their memories have different lengths.
         chosen = slots.tolist()
         read = [self.model.log_probs(tokens[slot].view(1, 1), self._state(slot)) for slot in chosen]
         for slot, (_, state) in zip(chosen, read, strict=True):

@@ -96,12 +96,14 @@ def _decode(
     engine = DecodeEngine(
         model, max_streams=options.samples, dtype=options.dtype, compile=options.compile, **lengths.options()
     )
+    # The prompt is read once; the other samples are forks of its stream.
     first = engine.join(ids, seed=seed, sampling=options.sampling, forbidden=forbidden)
     for lane in range(1, engine.max_streams):
         engine.fork(first, seed=seed + lane)
     for _ in range(options.max_tokens):
         streams = engine.streams
         tokens = engine.step()
+        # The engine ends a single stream; here it is an error, because the caller expects all samples.
         for stream in streams:
             if stream.ended is not None:
                 raise UserError(stream.ended)
