@@ -10,8 +10,8 @@ from tests.training.test_trainer import assert_same_end, stop_after, train
 from torch import nn
 
 import txl
-from txl.config import TrainConfig, validate
-from txl.errors import RunInterrupted, UserError
+from txl.config import TrainConfig
+from txl.errors import RunInterrupted
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training.averaging import WeightAverage
@@ -159,25 +159,3 @@ def test_another_run_starts_from_the_averaged_weights(story, data_dir, tmp_path)
     second, _ = txl.load(tmp_path / "second")
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train.average_from": "12"}, "train.average_from is 12; expected a step below train.steps, 12"),
-        ({"train.average_from": "-1"}, "train.average_from is -1"),
-        ({"train.average_from": "3", "train.average_patience": "3"}, "expected one of them"),
-        ({"train.average_patience": "0"}, "train.average_patience is 0"),
-        (
-            {"train.average_patience": "2", "train.eval_every": "0"},
-            "train.average_patience is .*, but train.eval_every is 0",
-        ),
-        ({"train.average_from": "3", "train.average_mu": "1.5"}, "train.average_mu is 1.5"),
-        ({"train.average_mu": "0.5"}, "nothing starts the averaging"),
-        ({"train.average_lr_factor": "0"}, "train.average_lr_factor is 0"),
-        ({"train.average_lr_factor": "7"}, "train.average_lr_factor is 7.0, but nothing starts the averaging"),
-    ],
-)
-def test_contradictions_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        validate(small_run("stdlib", **options))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, stream
-from tests.training.test_trainer import assert_continues_exactly, train
+from tests.training.test_trainer import assert_continues_exactly, train, watch_steps
 from torch import Tensor
 
 from txl.config import TrainConfig, validate
@@ -21,7 +21,6 @@ from txl.models.transformer_xl import TransformerXL
 from txl.native import build
 from txl.presets import preset
 from txl.runs.directory import RunDirectory
-from txl.training import loop as loop_module
 from txl.training.estimate import estimate
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
@@ -190,13 +189,9 @@ def test_a_stopped_run_continues_exactly(options, story, data_dir, tmp_path, mon
 
 def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path, monkeypatch):
     """The learning rate is scaled by the length of the whole step, and the log counts the tokens of all segments."""
-    taken, real = [], loop_module.training_step
-
-    def noted(trained, optimizer, inputs, *rest):
-        taken.append((inputs.tokens.shape[1], optimizer.groups[0].rate))
-        return real(trained, optimizer, inputs, *rest)
-
-    monkeypatch.setattr(loop_module, "training_step", noted)
+    taken = watch_steps(
+        monkeypatch, lambda trained, optimizer, inputs: (inputs.tokens.shape[1], optimizer.groups[0].rate)
+    )
     options = {"train.backprop_segments": "2", "train.schedule": "constant", "train.warmup_steps": "0"}
     run = small_run(str(story), **options, **{"train.random_segments": "true", "train.segment": "20"})
     outcome = train(run, tmp_path / "run", data_dir)
@@ -218,19 +213,6 @@ def test_its_memory_is_measured_and_estimated():
         estimated.append(estimate(run, 50).total_bytes)
     assert 1.5 < measured[1] / measured[0] < 2.2
     assert estimated[1] / estimated[0] == pytest.approx(measured[1] / measured[0], rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"train.backprop_segments": "0"}, "train.backprop_segments is 0"),
-        ({"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}, "no memory for gradients to flow into"),
-        ({"train.capture": "true"}, "train.capture is true; expected false"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, said):
-    with pytest.raises(UserError, match=said):
-        validate(small_run("my.txt", **{"train.backprop_segments": "2"} | options))
 
 
 def test_recurrent_networks_are_told_to_read_longer_segments():

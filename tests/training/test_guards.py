@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train, train_until
+from tests.training.test_trainer import assert_same_end, stop_after, train, train_until, watch_steps
 
 from txl.cli import main
-from txl.errors import RunInterrupted, TrainingDiverged, UserError
+from txl.errors import RunInterrupted, TrainingDiverged
 from txl.models.memory import Memory
 from txl.runs.checkpoints import MANIFEST_FILE, MODEL_FILE, Contents, write_checkpoint
 from txl.runs.directory import RunDirectory
@@ -281,13 +281,9 @@ def test_a_spike_is_reported(leaping, story, data_dir, tmp_path):
 def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **{"train.on_spike": "rollback", "train.eval_every": "4"})
     leaping(tokens_of_step(story, data_dir, 7))
-    seen, real = [], loop_module.training_step
-
-    def noted(trained, optimizer, inputs, *args):
-        seen.append((next(trained.parameters()).detach().clone(), inputs.tokens))
-        return real(trained, optimizer, inputs, *args)
-
-    monkeypatch.setattr(loop_module, "training_step", noted)
+    seen = watch_steps(
+        monkeypatch, lambda trained, optimizer, inputs: (next(trained.parameters()).detach().clone(), inputs.tokens)
+    )
     train(run, tmp_path / "run", data_dir)
     (back,) = events(tmp_path / "run", "rollback")
     assert (back["from_step"], back["step"]) == (7, 4)
@@ -343,10 +339,3 @@ def test_a_damaged_checkpoint_is_not_gone_back_to(leaping, story, data_dir, tmp_
     assert outcome["step"] == 12
     assert "the checkpoint of step 4 is damaged" in capsys.readouterr().err
     assert not events(tmp_path / "run", "rollback")
-
-
-def test_rolling_back_needs_checkpoints():
-    from txl.config import validate
-
-    with pytest.raises(UserError, match="rollback needs checkpoints"):
-        validate(small_run("stdlib", **{"train.on_spike": "rollback", "train.checkpoint_every": "0"}))

@@ -6,7 +6,7 @@ import pytest
 from tests.conftest import small_run
 from tests.training.test_trainer import assert_same_end, stop_after, train
 
-from txl.config import TrainConfig, validate
+from txl.config import TrainConfig
 from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
@@ -95,21 +95,3 @@ def test_when_it_is_evaluated_is_part_of_such_a_run(story, data_dir, tmp_path):
     run.train.eval_every = 2
     with pytest.raises(UserError, match="eval_every 1 -> 2"):
         train(run, tmp_path / "run", data_dir)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train.patience": "0"}, "train.patience is 0"),
-        ({"train.patience": "2", "train.eval_every": "0"}, "train.patience is .*, but train.eval_every is 0"),
-        (
-            {"train.schedule": "plateau", "train.eval_every": "0"},
-            "train.schedule is plateau, but train.eval_every is 0",
-        ),
-        ({"train.plateau_patience": "2"}, "train.plateau_patience is 2, but train.schedule is .*; expected plateau"),
-        ({"train.plateau_patience": "0", "train.schedule": "plateau"}, "train.plateau_patience is 0"),
-    ],
-)
-def test_contradictions_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        validate(small_run("stdlib", **options))

@@ -6,23 +6,20 @@ import dataclasses
 
 import pytest
 from tests.conftest import small_run
-from tests.training.test_trainer import assert_continues_exactly, train
+from tests.training.test_trainer import assert_continues_exactly, train, watch_steps
 
-from txl.config import validate
-from txl.errors import UserError
 from txl.presets import preset
 from txl.training import loop as loop_module
 
 
 @pytest.mark.parametrize("parts", ["1", "2"])
 def test_lanes_are_emptied_before_a_step_and_fill_again(parts, story, data_dir, tmp_path, monkeypatch):
-    before, real = [], loop_module.training_step
-
-    def noted(trained, optimizer, inputs, *rest):
-        before.append([count for each in inputs.states for count in each.filled or (each.length,) * each.batch_size])
-        return real(trained, optimizer, inputs, *rest)
-
-    monkeypatch.setattr(loop_module, "training_step", noted)
+    before = watch_steps(
+        monkeypatch,
+        lambda trained, optimizer, inputs: [
+            count for each in inputs.states for count in each.filled or (each.length,) * each.batch_size
+        ],
+    )
     run = small_run(str(story), **{"train.reset_memory": "0.4", "train.micro_batches": parts})
     train(run, tmp_path / "run", data_dir)
     drawn = [loop_module._emptied(run.train, step).tolist() for step in range(12)]
@@ -90,22 +87,6 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
     train(run, tmp_path / "run", data_dir)
     drawn = [loop_module._emptied(run.train, step).tolist() for step in range(4)]
     assert [[all(lane) for lane in lanes] for lanes in before[1:]] == drawn[1:]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"train.reset_memory": "1"}, "train.reset_memory is 1"),
-        (
-            {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"},
-            "train.reset_memory is .*, but this model has no memory",
-        ),
-        ({"train.compile": "true"}, "train.compile is true, but train.reset_memory"),
-    ],
-)
-def test_what_cannot_be_is_refused(options, said):
-    with pytest.raises(UserError, match=said):
-        validate(small_run("my.txt", **{"train.reset_memory": "0.1"} | options))
 
 
 def test_the_default_empties_nothing():

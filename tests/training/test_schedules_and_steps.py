@@ -16,8 +16,6 @@ from txl.config import (
     TransformerConfig,
     TransformerXLConfig,
     VanillaConfig,
-    validate,
-    with_options,
 )
 from txl.errors import UserError
 from txl.models import build_model
@@ -58,12 +56,6 @@ def test_a_line_falls_over_the_last_share_of_all_updates():
     assert learning_rate(0, TrainConfig(steps=1, schedule="linear")) == TrainConfig().learning_rate
 
 
-@pytest.mark.parametrize("share", ["0", "1.1"])
-def test_a_share_that_is_none_is_refused(share):
-    with pytest.raises(UserError, match="train.decay_share"):
-        validate(with_options(txl.RunConfig(), {"train.decay_share": share}))
-
-
 def test_inverse_square_root_and_constant():
     inverse = dataclasses.replace(BASE, schedule="inverse_sqrt")
     assert learning_rate(9, inverse) == pytest.approx(1.0)
@@ -87,20 +79,6 @@ def test_wikitext_103_s_recurrent_presets_divide_the_rate_after_12_of_14_epochs(
     epoch = train.steps // 14
     rates = [learning_rate(step, train) for step in (0, 12 * epoch - 1, 12 * epoch, train.steps - 1)]
     assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"train.decay_at": "5"}, r"train.decay_at is \[5\], but train.schedule is cosine; expected steps"),
-        ({"train.schedule": "steps"}, "train.decay_at is empty"),
-        ({"train.schedule": "steps", "train.decay_at": "5,5"}, r"train.decay_at is \[5, 5\]; .* increase strictly"),
-        ({"train.schedule": "steps", "train.decay_at": "0"}, r"train.decay_at is \[0\]; .* above 0"),
-    ],
-)
-def test_steps_that_are_none_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        validate(with_options(txl.RunConfig(), options))
 
 
 def test_without_warm_up_the_first_update_has_the_peak():
