@@ -125,7 +125,8 @@ def draw_training_memory(figure: Figure, record: Record) -> None:
         ("compiled", "compiled, float32", ACCENT, "-"),
         ("compiled, bfloat16", "compiled, bfloat16", ACCENT, ":"),
     )
-    for way, label, color, style in ways:
+    measured = record["rows"][0]["peak_bytes"]
+    for way, label, color, style in (way for way in ways if way[0] in measured):
         sizes = [row["peak_bytes"][way] / 2**20 for row in record["rows"]]
         axes.loglog(lengths, sizes, style, color=color, marker="o", markersize=4, linewidth=1.5, label=label)
     _doubling_axis(axes.xaxis, lengths)
