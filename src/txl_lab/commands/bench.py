@@ -15,7 +15,8 @@ from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, 
 from txl.commands.output import print_json, say
 from txl.commands.parser import Commands, Parser
 from txl.config import RunConfig, validate, with_options
-from txl.errors import UserError
+from txl.errors import Field, UserError
+from txl.files import JsonObject
 
 if TYPE_CHECKING:
     from txl_lab.speed.workloads import Speed
@@ -103,9 +104,10 @@ def run(arguments: argparse.Namespace) -> None:
     from txl_lab.speed import transformer_xl_of
 
     if "train.dtype" in config_options(arguments):
-        raise UserError("--train.dtype has no effect here; use --dtype float32, bfloat16 or both")
+        raise UserError("has no effect here", field="train.dtype", remedy=("use ", Field("dtype")))
     if "train.compile" in config_options(arguments):
-        raise UserError("--train.compile has no effect here; use --compile, which measures a step with and without")
+        measured = ("use ", Field("compile"), ", which measures a step with and without")
+        raise UserError("has no effect here", field="train.compile", remedy=measured)
     config = preset(arguments.preset)
     transformer_xl_of(config)
     if arguments.workload == "train":
@@ -134,20 +136,18 @@ def run(arguments: argparse.Namespace) -> None:
         else:
             results.append(bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype))
             _say(results[-1], config.name, arguments.json)
-    if not arguments.json:
-        _compare(results)
     if arguments.json:
-        from txl.runs.environment import describe_hardware, describe_software
+        _print_results(config, [result.to_dict() for result in results], device)
+    else:
+        _compare(results)
 
-        print_json(
-            {
-                "preset": config.name,
-                "config": config.to_dict(),
-                "results": [result.to_dict() for result in results],
-                "hardware": describe_hardware(device),
-                "software": describe_software(),
-            }
-        )
+
+def _print_results(config: RunConfig, results: list[JsonObject], device: str) -> None:
+    """Print measurements as JSON, with where they were made."""
+    from txl.runs.environment import describe_hardware, describe_software
+
+    about = {"preset": config.name, "config": config.to_dict(), "results": results}
+    print_json(about | {"hardware": describe_hardware(device), "software": describe_software()})
 
 
 def _say(speed: Speed, name: str, quiet: bool) -> None:
@@ -182,12 +182,11 @@ def run_table9(arguments: argparse.Namespace) -> None:
     from txl_lab.speed import transformer_xl_of
 
     if not arguments.lengths or min(arguments.lengths) < 1:
-        raise UserError(f"--lengths is {arguments.lengths}; expected attention lengths of 1 or more")
+        raise UserError(field="lengths", value=arguments.lengths, expected="attention lengths of 1 or more")
     config = with_options(preset(arguments.preset), config_options(arguments))
     shape = transformer_xl_of(config)
     shape.validate()
     from txl.allocator import keep_freed_memory
-    from txl.runs.environment import describe_hardware, describe_software
     from txl_lab.speed.table9 import slowdown
 
     device = pick_device(arguments.device)
@@ -204,15 +203,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
                 flush=True,
             )
     if arguments.json:
-        print_json(
-            {
-                "preset": config.name,
-                "config": config.to_dict(),
-                "results": rows,
-                "hardware": describe_hardware(device),
-                "software": describe_software(),
-            }
-        )
+        _print_results(config, rows, device)
 
 
 def _add_budget(workloads: Commands) -> None:
@@ -244,7 +235,7 @@ def _add_budget(workloads: Commands) -> None:
 def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
-        raise UserError("expected one of --like PRESET and --bytes N: the memory that may be used")
+        raise UserError(expected=("one of ", Field("like"), " and ", Field("bytes"), ": the memory that may be used"))
     options = config_options(arguments)
     config = _configuration(arguments.preset, options)
     from txl.data.corpora import vocabulary_size
@@ -298,5 +289,5 @@ def _configuration(name: str, options: dict[str, str]) -> RunConfig:
     """
     config = with_options(base_config(name), options)
     if config.train.segment < 1:
-        raise UserError(f"train.segment is {config.train.segment}; expected 1 or more")
+        raise UserError(field="train.segment", value=config.train.segment, expected="1 or more")
     return config

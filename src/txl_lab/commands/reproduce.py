@@ -13,7 +13,7 @@ from txl.commands.options import add_data_dir, add_device, add_json, add_out
 from txl.commands.output import print_json, say
 from txl.commands.parser import Commands
 from txl.config import DataConfig, RunConfig, validate, with_options
-from txl.errors import CommandFailed, UserError
+from txl.errors import CommandFailed, Field, UserError
 
 if TYPE_CHECKING:
     from txl_lab.paper.scales import Scale
@@ -80,10 +80,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     definition = find_definition(arguments.what)
     if arguments.reuse:
-        raise UserError(
-            f"--reuse is gone; copy the record to {definition.name}.json in an empty folder, and give that folder to "
-            "--out"
-        )
+        copied = f"copy the record to {definition.name}.json in an empty folder, and give that folder to "
+        raise UserError("is gone", field="reuse", remedy=(copied, Field("out")))
     scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
     scale = scale.with_dtype(arguments.dtype)
     if arguments.until_converged:
@@ -92,11 +90,13 @@ def run(arguments: argparse.Namespace) -> None:
     if seeds is None:
         seeds = scale.seeds if definition.measurement.has_numbers else 1
     if seeds < 1:
-        raise UserError(f"--seeds is {seeds}; expected 1 or more")
+        raise UserError(field="seeds", value=seeds, expected="1 or more")
     data = _data(arguments, definition, scale)
     quiet = arguments.quiet or arguments.json
     if arguments.so_far and arguments.dry_run:
-        raise UserError("--so-far and --dry-run were both given; leave one of them out")
+        raise UserError(
+            (Field("so_far"), " and ", Field("dry_run"), " were both given"), remedy="leave one of them out"
+        )
     if arguments.dry_run:
         from txl_lab.paper.plan import plan, plan_lines
 
@@ -147,7 +147,7 @@ def _data(arguments: argparse.Namespace, definition: Definition, scale: Scale) -
     options = config_options(arguments)
     given = arguments.corpus
     if given is not None and "data.corpus" in options:
-        raise UserError("--corpus and --data.corpus were both given; expected one of them")
+        raise UserError((Field("corpus"), " and ", Field("data.corpus"), " were both given"), expected="one of them")
     corpus = given if given is not None else options.pop("data.corpus", None)
     base = scale.data(definition.corpus, definition.unit)
     if corpus is not None:

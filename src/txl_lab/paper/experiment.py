@@ -18,7 +18,7 @@ from pathlib import Path
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.lanes import training_stream
-from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
+from txl.errors import CommandFailed, Field, ProcessLost, RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import tune_cache_with
 from txl.evaluation.perplexity import evaluate_with
 from txl.evaluation.stream import Settings
@@ -78,13 +78,19 @@ class Experiment:
         """
         if self.scale.is_published and not any(row.preset for row in self.definition.rows):
             raise UserError(
-                f"scale {self.scale.name} trains published presets, and {self.definition.name} has none; use tiny or "
-                f"small"
+                field="scale",
+                value=self.scale.name,
+                but=f"{self.definition.name} has no published presets",
+                expected="tiny or small",
             )
         about = self._about()
         self.folder.check(about)
         if self.so_far and not self.folder.is_begun:
-            raise UserError(f"--so-far: {self.out} holds no reproduction; leave --so-far out to start one")
+            raise UserError(
+                f"{self.out} holds no reproduction",
+                field="so_far",
+                remedy=("leave ", Field("so_far"), " out to start one"),
+            )
         measurement = self.definition.measurement
         if isinstance(measurement, Speed):
             self.folder.begin(about | {"hardware": _comparable_hardware(self.device)})

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl.config import RunConfig
-from txl.errors import UserError, cause
+from txl.errors import Field, UserError, cause
 from txl.files import JsonObject, read_json
 from txl_lab.paper.converging import at_rate, recipe_of
 from txl_lab.paper.schema import Definition, Row
 from txl_lab.paper.stored import changes, stored_json, write_json
 
-_REMEDY = "give another --out, or delete it to measure its model again (and its run, to train anew)"
+_REMEDY = ("give another ", Field("out"), ", or delete it to measure its model again (and its run, to train anew)")
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,17 @@ class Folder:
         there = self.about
         changed = changes({name: there.get(name) for name in about}, about) if there else []
         if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
-            raise UserError(f"--out {self.path} holds another reproduction: {', '.join(changed)}; give another --out")
+            raise UserError(
+                f"holds another reproduction: {', '.join(changed)}",
+                field="out",
+                value=self.path,
+                remedy=("give another ", Field("out")),
+            )
         is_other = self.path.exists() and (not self.path.is_dir() or any(map(self._foreign, self.path.iterdir())))
         if is_other and not there:
-            raise UserError(f"--out {self.path}: not empty and not a reproduction; give another directory")
+            raise UserError(
+                "not empty and not a reproduction", field="out", value=self.path, remedy="give another directory"
+            )
 
     def begin(self, about: JsonObject) -> None:
         """Create the folder with its record, or check that it holds the same experiment.
@@ -117,16 +124,14 @@ class Folder:
         configured.train.seed, before = seed, RunConfig.from_dict(result.get("config"))
         if "rates" in result:  # the row has the rate of its recipe, the stored run the tuned rate
             if result["rates"]["recipe"] != recipe_of(configured):
-                raise UserError(
-                    f"{path} has the learning rate of {result['rates']['recipe']}, but {recipe_of(configured)} is "
-                    f"tuned apart now; {_REMEDY}"
-                )
+                tuned = f"{result['rates']['recipe']}, but {recipe_of(configured)} is tuned apart now"
+                raise UserError(f"has the learning rate of {tuned}", value=path, remedy=_REMEDY)
             configured = at_rate(configured, result["rates"]["factor"])
         before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
         if "recorded" in result:  # measured on another machine, where other arithmetic may be fast
             before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
         if changed := changes(before.to_dict(), configured.to_dict()):
-            raise UserError(f"{path} is of another configuration: {', '.join(changed)}; {_REMEDY}")
+            raise UserError(f"of another configuration: {', '.join(changed)}", value=path, remedy=_REMEDY)
 
     @property
     def _about(self) -> Path:

@@ -364,8 +364,10 @@ class AttentionFigures(ModelMeasurement):
         least = (run.eval.window or run.eval.mem_len + 1) + 1
         if scale.eval_tokens is not None and scale.eval_tokens < least:
             raise UserError(
-                f"--eval-tokens is {scale.eval_tokens}, but only after {least:,} tokens does a token see the whole "
-                f"memory; expected {least:,} or more"
+                field="eval_tokens",
+                value=scale.eval_tokens,
+                but=f"only after {least:,} tokens does a token see the whole memory",
+                expected=f"{least:,} or more",
             )
         return {self.split: least}
 

@@ -68,15 +68,19 @@ class Scale:
         if steps is None:
             return self
         if self.is_published:
-            raise UserError(f"--steps is {steps}, but scale {self.name} trains the published presets as they are")
+            raise UserError(field="steps", value=steps, but=self._trains_presets)
         if steps < 1:
-            raise UserError(f"--steps is {steps}; expected 1 or more")
+            raise UserError(field="steps", value=steps, expected="1 or more")
         return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
+
+    @property
+    def _trains_presets(self) -> str:
+        return f"scale {self.name} trains the published presets as they are"
 
     def with_until_converged(self, rules: UntilConverged) -> Scale:
         """Return the scale with training until convergence, for at most `steps`, or four times the base's steps."""
         if self.is_published:
-            raise UserError(f"--until-converged: scale {self.name} trains the published presets as they are")
+            raise UserError(self._trains_presets, field="until_converged")
         return replace(self, until_converged=rules, about=f"{self.about}; until validation no longer improves")
 
     def with_eval_tokens(self, tokens: int | None) -> Scale:
@@ -84,7 +88,7 @@ class Scale:
         if tokens is None:
             return self
         if tokens < 2:
-            raise UserError(f"--eval-tokens is {tokens}; expected 2 or more")
+            raise UserError(field="eval_tokens", value=tokens, expected="2 or more")
         about = f"{self.about}; {tokens:,} tokens evaluated"
         return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
 

@@ -149,7 +149,7 @@ def test_records_of_something_else_are_refused_and_nothing_is_written(
 def test_a_result_of_another_configuration_or_without_a_number_is_refused(micro, words, tmp_path, data_dir, records):
     record = json.loads(json.dumps(records["table6"]))
     record["rows"][0]["config"]["model"]["n_layer"] = 3
-    with pytest.raises(UserError, match=r"is of another configuration: .*n_layer 3 -> 1"):
+    with pytest.raises(UserError, match=r"of another configuration: .*n_layer 3 -> 1"):
         made("table6", micro, words, tmp_path / "out", data_dir, 1, record)
     record = json.loads(json.dumps(records["table6"]))
     del record["rows"][0]["seeds"]["1"]["init"]
