@@ -10,25 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from types import FrameType
 
-TYPE_CHECKING = False  # not typing's: importing typing takes longer than the rest of this module
-if TYPE_CHECKING:
-    from types import FrameType
-
-
+# Spin iterations of an idle PyTorch thread before it sleeps. GNU OpenMP's default of 300,000 takes the processor from
+# every other program; without spinning, threads wake too late for the short operations of a small model.
 _SPINS = "1000"
-"""Spin iterations of an idle PyTorch thread before it sleeps. GNU OpenMP's default of 300,000 takes the processor from
-every other program; without spinning, threads wake too late for the short operations of a small model."""
 
 
 def command() -> None:
     """Run the given command, and exit with its exit code: 128 plus the number of the signal that has stopped it."""
     from txl.errors import STOP_SIGNALS
 
-    for each in STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         # A shell starts background jobs with Ctrl-C ignored, nohup ignores SIGHUP; leave this setting as it is.
-        if signal.getsignal(each) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(each, _interrupted)
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, _interrupted)
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
     from txl.cli import main

@@ -21,8 +21,8 @@ def keep_freed_memory() -> bool:
     library = _glibc()
     if library is None:
         return False
-    kept = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
-    return bool(library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)) and bool(kept)
+    is_mapped = library.mallopt(_M_MMAP_THRESHOLD, _LARGEST)
+    return bool(library.mallopt(_M_TRIM_THRESHOLD, _LARGEST)) and bool(is_mapped)
 
 
 def return_freed_memory() -> None:

@@ -80,15 +80,15 @@ class Captured:
         if self._replay is None:
             self.record(*inputs)
         assert self._replay is not None
-        for kept, new in zip(self.inputs, inputs, strict=True):
-            if kept is not new:
-                kept.copy_(new, non_blocking=True)
+        for own, new in zip(self.inputs, inputs, strict=True):
+            if own is not new:
+                own.copy_(new, non_blocking=True)
         self._replay()
         return self.outputs
 
     def record(self, *inputs: Tensor) -> None:
         """Record the function, as the first call does; on its own, with inputs for which warm-up calls are harmless."""
-        self.inputs = [each.clone() for each in inputs]
+        self.inputs = [tensor.clone() for tensor in inputs]
         self._replay = self._record()
 
     def _record(self) -> Callable[[], None]:

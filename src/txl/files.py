@@ -24,10 +24,8 @@ from typing import Any
 
 from txl.errors import UserError, brief
 
-JsonObject = dict[str, Any]
-"""JSON object; code that reads a JSON object checks the values that it uses."""
-_DEEPEST = 64
-"""Greatest depth of nested JSON values that is read."""
+JsonObject = dict[str, Any]  # code that reads a JSON object checks the values that it uses
+_DEEPEST = 64  # greatest depth of nested JSON values that is read
 _logger = logging.getLogger(__name__)
 
 
@@ -183,9 +181,9 @@ def parsed_json(text: str) -> Any:
     while level:
         if depth > _DEEPEST:
             raise ValueError("nested too deeply")
-        if large := [each for each in level if type(each) is int and not -(2**63) <= each < 2**64]:
+        if large := [number for number in level if type(number) is int and not -(2**63) <= number < 2**64]:
             raise ValueError(f"{brief(large[0])} is beyond 64 bits")
-        parts = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        parts = (part.values() if isinstance(part, dict) else part for part in level if isinstance(part, (dict, list)))
         level, depth = list(chain.from_iterable(parts)), depth + 1
     return value
 
@@ -230,9 +228,9 @@ def _without_waiting(name: str, flags: int) -> int:
 def with_null(value: object) -> Any:
     """Return a JSON value with null for infinite numbers and NaN, which JSON cannot represent."""
     if isinstance(value, dict):
-        return {key: with_null(each) for key, each in value.items()}
+        return {key: with_null(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [with_null(each) for each in value]
+        return [with_null(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -319,9 +317,9 @@ def _say(reason: str, instead: Path) -> None:
 
 def _can_be_made(folder: Path) -> bool:
     # Not Path.exists, which raises an error for a folder that may not be looked into.
-    there = next(each for each in folder.parents if os.path.exists(each))
+    parent = next(parent for parent in folder.parents if os.path.exists(parent))
     effective = os.access in os.supports_effective_ids
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK, effective_ids=effective)
+    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK, effective_ids=effective)
 
 
 def _temporary_folder() -> Path:
@@ -330,8 +328,8 @@ def _temporary_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"transformer-xl-{user}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and (user is None or (found.st_uid == user and not found.st_mode & 0o022)):
+        status = folder.lstat()
+        if stat.S_ISDIR(status.st_mode) and (user is None or (status.st_uid == user and not status.st_mode & 0o022)):
             return folder
     except OSError:
         pass

@@ -34,8 +34,8 @@ from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
 
 _FIELDS = [item for item in dataclasses.fields(ModelFields) if item.init]
+# Arguments from transformers that have no effect: positions are relative, and there is one type of token.
 _NEEDLESS = ("position_ids", "cache_position", "token_type_ids")
-"""Arguments from transformers that have no effect: positions are relative, and there is one type of token."""
 _LACKING = {
     "output_attentions": "attention weights are not returned; txl attention prints them for a run",
     "inputs_embeds": "embeddings cannot be given, because an embedding and its softmax share clusters; give input_ids",
@@ -165,8 +165,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             _check_labels(targets[counts], self.config.vocab_size)
             nll = -logits[:, :-1].gather(-1, targets.masked_fill(~counts, 0)[..., None]).squeeze(-1)
             loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
-        found = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=layers)
-        return found.to_tuple() if return_dict is False else found
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=layers)
+        return output.to_tuple() if return_dict is False else output
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """Return the embedding, int64 [B,T] -> [B,T,E]; an adaptive embedding has several tables."""
@@ -252,13 +252,13 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             place = torch.arange(n_token, device=input_ids.device)
             input_ids = input_ids.gather(1, (place + text[0][:, None]).clamp(max=n_token - 1))
         hidden, after = self.model.hidden_states(input_ids, _Everything.of(state, n_token))
-        layers = (*(each[:, -n_token:] for each in after.hidden), hidden)
+        layers = (*(states[:, -n_token:] for states in after.hidden), hidden)
         after = after.detach()
         memory = Memory(after.hidden, after.filled, after.lengths, after.projections)
         if text is not None:
             first, length = text
-            layers = tuple(_moved_right(each, first) for each in layers)
-            ends_together = tuple(_moved_right(each, n_token - length) for each in after.hidden)
+            layers = tuple(_moved_right(states, first) for states in layers)
+            ends_together = tuple(_moved_right(states, n_token - length) for states in after.hidden)
             memory = Memory(ends_together, tuple(length.tolist()), after.lengths)
         return layers, memory.with_mem_len(lengths.mem_len)
 
@@ -297,8 +297,8 @@ class TransformerXLModel(TransformerXLForCausalLM):
         hidden, layers, cache, _ = self._read(
             input_ids, attention_mask, past_key_values, use_cache, output_hidden_states, needless
         )
-        found = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=layers)
-        return found.to_tuple() if return_dict is False else found
+        output = BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache, hidden_states=layers)
+        return output.to_tuple() if return_dict is False else output
 
 
 class _Everything(Memory):

@@ -24,10 +24,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from txl.errors import Field, ProcessLost, UserError
 
+# Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection.
 _TIMEOUT = timedelta(minutes=10)
-"""Longest wait for another process in one exchange. A dead process is noticed at once, by its closed connection."""
+# PyTorch has no class of its own for errors of a connection to another process that is gone.
 _LOST_PEER = re.compile(r"gloo|nccl|[Cc]onnection (closed|reset)")
-"""Pattern of PyTorch's messages if the connection to another process is gone."""
 
 T = TypeVar("T")
 

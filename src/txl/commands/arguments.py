@@ -52,9 +52,9 @@ def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
     return run.eval.lengths.tested(arguments.mem_len, arguments.window, arguments.clamp_len)
 
 
-def clamp_setting(given: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
+def clamp_setting(clamp_len: int | Literal["none"] | None, run: RunConfig) -> int | Literal["none"]:
     """Return the clamp of an evaluation, a number or "none": the given one, else that of the run's test settings."""
-    return run.eval.lengths.options()["clamp_len"] if given is None else given
+    return run.eval.lengths.options()["clamp_len"] if clamp_len is None else clamp_len
 
 
 def pick_device(name: str | None) -> str:

@@ -13,7 +13,6 @@ from txl.commands.parser import Group, Parser
 from txl.config import (
     MODEL_FAMILIES,
     DataConfig,
-    FieldValues,
     RunConfig,
     chosen_family,
     leaf_fields,
@@ -96,23 +95,24 @@ class _Help(argparse.Action):
         super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
         self.family = family
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *value: Any) -> None:
         family = MODEL_FAMILIES.get(self.family)
-        values: FieldValues = {}
-        preset, given = getattr(namespace, "preset", None), config_options(namespace)
+        values: dict[str, str] = {}
+        preset, changes = getattr(namespace, "preset", None), config_options(namespace)
         if preset is not None:
             with suppress(UserError):
                 config = base_config(preset)
-                of_model = {name.partition(".")[2]: value for name, value in parsed_options(given).items()}
+                of_model = {name.partition(".")[2]: value for name, value in parsed_options(changes).items()}
                 family = family or chosen_family(of_model, config.model)
-                values = {name: value for name, _, _, value in leaf_fields(with_options(config, given))}
+                fields = leaf_fields(with_options(config, changes))
+                values = {name: shown(value) for name, _, _, value in fields if value != ()}
         assert isinstance(parser, Parser)
         for action in parser.arguments:
             section, _, field = action.dest.partition(".")
             if section == "model" and family is not None and field not in family.__dataclass_fields__:
                 action.help = argparse.SUPPRESS
-            elif action.dest in values and values[action.dest] != ():
-                action.help = f"{action.help} [{shown(values[action.dest])}]"
+            elif action.dest in values:
+                action.help = f"{action.help} [{values[action.dest]}]"
         parser.print_help()
         parser.exit()
 

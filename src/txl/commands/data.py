@@ -11,8 +11,7 @@ from txl.commands.output import print_json
 from txl.commands.parser import Commands
 from txl.config import DataConfig, RunConfig, options, validate
 
-_WIDTH = 80
-"""Characters per line that fit into any terminal."""
+_WIDTH = 80  # characters per line that fit into any terminal
 
 
 def add_parser(commands: Commands) -> None:
@@ -28,13 +27,13 @@ def add_parser(commands: Commands) -> None:
         ("prepare", "cut a text into tokens, once", "txl data prepare wikitext-103"),
         ("info", "show counts and hashes of a corpus; prepare it if need be", "txl data info my.txt --unit word"),
     ):
-        each = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
-        each.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
+        command = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
+        command.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
         fields = [option.name for option in options() if option.name != "data.corpus"]  # NAME is the corpus
-        add_config_options(each, ("data",), fields=fields)
-        add_data_dir(each)
-        add_json(each)
-        each.set_defaults(run=run_open)
+        add_config_options(command, ("data",), fields=fields)
+        add_data_dir(command)
+        add_json(command)
+        command.set_defaults(run=run_open)
     what = "list the corpora that have a name"
     listing = actions.add_parser("list", help=what, example="txl data list", description=f"{what.capitalize()}.")
     add_json(listing)
@@ -45,10 +44,10 @@ def run_open(arguments: argparse.Namespace) -> None:
     """Open a corpus, prepare it if necessary, and print its counts, notes and identity."""
     from txl.data.corpora import natural_unit, open_corpus, refuse_unused
 
-    given = config_options(arguments)
+    changes = config_options(arguments)
     data = data_config(arguments, DataConfig(corpus=arguments.name, unit=natural_unit(arguments.name)))
     validate(RunConfig(data=data))
-    refuse_unused(data, given)
+    refuse_unused(data, changes)
     corpus = open_corpus(data.corpus, config=data, data_dir=arguments.data_dir, quiet=arguments.json)
     info = corpus.info()
     if arguments.json:
@@ -74,7 +73,7 @@ def run_list(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json({"corpora": corpora})
         return
-    for each in corpora:
-        lines = textwrap.wrap(each["description"], width=_WIDTH - 15)
-        print(f"{each['name']:14} " + f"\n{'':15}".join(lines))
+    for corpus in corpora:
+        lines = textwrap.wrap(corpus["description"], width=_WIDTH - 15)
+        print(f"{corpus['name']:14} " + f"\n{'':15}".join(lines))
     print("Or a file, folder or glob of your own: txl data info my.txt")

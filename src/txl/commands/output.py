@@ -5,20 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TextIO
 
-from txl.errors import STOP_SIGNALS, UserError
+from txl.errors import UserError
 from txl.files import is_full, is_replaceable, remove_partials, replacing, with_null
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from rich.measure import Measurement
     from rich.progress import Progress
     from rich.table import Table
@@ -150,9 +146,8 @@ def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: o
 def output(out: str | None, binary: bool = False, like: os.stat_result | None = None) -> Iterator[IO[Any]]:
     """Open standard output, or a file that appears under its name when it is complete.
 
-    A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. After
-    a signal (`STOP_SIGNALS`) no incomplete file is left; that of a killed process is removed at the next call. `like`
-    is that of `txl.files.replacing`.
+    A device or a named pipe (``/dev/null``, ``>(command)``) is opened directly: a file must not replace it. An
+    incomplete file that a killed process has left is removed at the next call. `like` is that of `txl.files.replacing`.
 
     Raises:
         UserError: if the file cannot be written.
@@ -168,10 +163,7 @@ def output(out: str | None, binary: bool = False, like: os.stat_result | None = 
         if whole:
             for left in remove_partials(path):
                 say(f"note: {left}, which a killed process had left, was removed")
-        with (
-            replacing(path, like) if whole else nullcontext(path) as written,
-            _removed_by_signals(written) if whole else nullcontext(),
-        ):
+        with replacing(path, like) if whole else nullcontext(path) as written:
             if binary:
                 with open(written, "wb", opener=_private if like is not None and whole else None) as file:
                     yield file
@@ -188,33 +180,3 @@ def output(out: str | None, binary: bool = False, like: os.stat_result | None = 
 def _private(path: str, flags: int) -> int:
     """Open a file that nobody else may read until it has its permissions."""
     return os.open(path, flags, 0o600)
-
-
-@contextmanager
-def _removed_by_signals(path: Path) -> Iterator[None]:
-    """Remove a file at a signal (`STOP_SIGNALS`), before the earlier handler of the signal runs.
-
-    That handler may end the process at once (see `txl.__main__`); where there is none, SystemExit is raised.
-    """
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
-        yield
-        return
-
-    def stop(received: int, frame: FrameType | None) -> None:
-        handler = before[signal.Signals(received)]
-        signal.signal(received, handler)  # a second signal gets the earlier handler at once
-        with suppress(OSError):
-            path.unlink()
-        if callable(handler):
-            handler(received, frame)
-        sys.exit(128 + received)
-
-    before = {each: signal.getsignal(each) for each in STOP_SIGNALS}
-    before = {each: handler for each, handler in before.items() if handler not in (signal.SIG_IGN, None)}
-    for each in before:
-        signal.signal(each, stop)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

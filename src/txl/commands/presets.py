@@ -30,19 +30,19 @@ def run(arguments: argparse.Namespace) -> None:
     groups: dict[str, list[JsonObject]] = {}
     for group, members in named_presets().items():
         groups[group] = []
-        for each in members:
-            config = each.make()
+        for preset in members:
+            config = preset.make()
             row = {
-                "name": each.name,
-                "description": each.description,
+                "name": preset.name,
+                "description": preset.description,
                 "n_layer": config.model.n_layer,
                 "d_model": config.model.d_model,
-                "parameters": config.model.parameter_count(each.vocab_size),
-                "vocabulary_size": each.vocab_size,
+                "parameters": config.model.parameter_count(preset.vocab_size),
+                "vocabulary_size": preset.vocab_size,
                 "train": f"{config.train.segment} / {config.model.mem_len}",
                 "test": f"{config.eval.segment} / {config.eval.mem_len}",
-                "published": each.published,
-                "source": each.source,
+                "published": preset.published,
+                "source": preset.source,
             }
             groups[group].append(row)
     if arguments.json:

@@ -92,13 +92,13 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.data.corpora import refuse_unused, with_absolute_paths
 
     began = time.perf_counter()
-    given, base = config_options(arguments), _base(arguments, began)
-    config = with_options(base, given)
-    if config.data.corpus != base.data.corpus and "data.source" not in given:
+    changes, base = config_options(arguments), _base(arguments, began)
+    config = with_options(base, changes)
+    if config.data.corpus != base.data.corpus and "data.source" not in changes:
         config.data.source = None  # the preset's source belongs to the preset's own corpus
     config.data = with_absolute_paths(config.data)
     validate(config)
-    refuse_unused(config.data, given)
+    refuse_unused(config.data, changes)
     if os.environ.get("RANK", "0") == "0":  # so that only one process reports it
         check_corpus(config.data.corpus)
     _check_source(arguments)
@@ -174,32 +174,32 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     return _chosen(arguments, began)
 
 
-def _is_of(stored: RunConfig, given: dict[str, str]) -> bool:
+def _is_of(stored: RunConfig, changes: dict[str, str]) -> bool:
     """Return whether a stored configuration agrees with the given options."""
     from txl.data.corpora import with_absolute_paths
 
-    asked = with_options(stored, given)
-    asked.data = with_absolute_paths(asked.data)
-    return asked == stored
+    changed = with_options(stored, changes)
+    changed.data = with_absolute_paths(changed.data)
+    return changed == stored
 
 
 def _check_minutes(arguments: argparse.Namespace) -> None:
     """Refuse an invalid number of minutes, and options that exclude --minutes."""
-    minutes, given = arguments.minutes, config_options(arguments)
+    minutes, changes = arguments.minutes, config_options(arguments)
     expected = f"a number above 0, at most {_MOST_MINUTES:,} (a year)"
     require(0 < minutes <= _MOST_MINUTES, "minutes", minutes, expected)
     excluded = {"preset": "it names a configuration, and the minutes choose one", **_CHOSEN}
     excluded |= dict.fromkeys(("init_from", "fork", "extend"), "it keeps a run's model, and the minutes choose one")
     for name, why in excluded.items():
-        if name in given or getattr(arguments, name, None):
-            value = given.get(name) or getattr(arguments, name)
+        if name in changes or getattr(arguments, name, None):
+            value = changes.get(name) or getattr(arguments, name)
             raise UserError(why, field=name, value=value, remedy=("leave it or ", Field("minutes"), " out"))
-    model = {name.removeprefix("model."): value for name, value in given.items() if name.startswith("model.")}
+    model = {name.removeprefix("model."): value for name, value in changes.items() if name.startswith("model.")}
     if chosen_family(model) is not TransformerXLConfig:
-        name = next(name for name in _FAMILY_FIELDS if name in given)
+        name = next(name for name in _FAMILY_FIELDS if name in changes)
         supported = ("only transformer-xl is chosen by ", Field("minutes"))
-        raise UserError(supported, field=name, value=given[name], remedy="choose a preset")
-    if "data.corpus" not in given:
+        raise UserError(supported, field=name, value=changes[name], remedy="choose a preset")
+    if "data.corpus" not in changes:
         remedy = ("give ", Field("data.corpus", "FILE"), ", a folder, or stdlib")
         raise UserError("needs a text", field="minutes", remedy=remedy)
 
@@ -212,8 +212,8 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     if process_count() > 1:
         remedy = "start the run without torchrun, then go on with it in several"
         raise UserError("measures one process", field="minutes", remedy=remedy)
-    given = config_options(arguments)
-    corpus = given["data.corpus"]
+    changes = config_options(arguments)
+    corpus = changes["data.corpus"]
     if corpus in BENCHMARKS:
         problem = "it has presets of its own (txl presets)"
         raise UserError(problem, field="data.corpus", value=corpus, expected="a text of your own, or stdlib")
@@ -230,7 +230,7 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
 
     keep_freed_memory()
     device = pick_device(arguments.device)
-    chosen = run_in_minutes(arguments.minutes, given, device, arguments.data_dir, began=began, quiet=quiet)
+    chosen = run_in_minutes(arguments.minutes, changes, device, arguments.data_dir, began=began, quiet=quiet)
     for line in () if quiet else chosen.lines:
         say(line)
     return chosen.run
@@ -264,9 +264,9 @@ def _inherited_size(arguments: argparse.Namespace) -> int | None:
     from txl.runs.directory import RunDirectory
 
     out = arguments.out if arguments.preset is None and arguments.minutes is None else None
-    runs = [RunDirectory(each) for each in (out, arguments.init_from) if each is not None]
+    runs = [RunDirectory(path) for path in (out, arguments.init_from) if path is not None]
     vocabularies = (run.vocabulary() for run in runs if run.config_path.exists())
-    return next((len(each) for each in vocabularies if each is not None), None)
+    return next((len(vocabulary) for vocabulary in vocabularies if vocabulary is not None), None)
 
 
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:

@@ -79,25 +79,25 @@ def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
     return family(**values)
 
 
-def model_with(model: ModelConfig, given: FieldValues, drop: bool = False) -> ModelConfig:
+def model_with(model: ModelConfig, changes: FieldValues, drop: bool = False) -> ModelConfig:
     """Return a copy with fields set; `family`, `kind` or `encoding` of another family converts it to that family.
 
     Args:
         model: configuration to copy; it is not changed.
-        given: values by name.
+        changes: values by name.
         drop: True: leave out settings of `model` that the other family lacks, instead of refusing them; lengths of a
             memory are refused in either case.
     """
-    family = chosen_family(given, model)
+    family = chosen_family(changes, model)
     result = as_family(model, family)
     lacking = {}
-    for name, value in given.items():
+    for name, value in changes.items():
         if name in family.__dataclass_fields__:
             setattr(result, name, value)
         else:
             lacking[name] = value
     _refuse_lacking(result, lacking)
-    known = {*_CHOOSE, *given, *family.__dataclass_fields__}
+    known = {*_CHOOSE, *changes, *family.__dataclass_fields__}
     left = [item.name for item in dataclasses.fields(model) if item.name not in known]
     carried = {name: getattr(model, name) for name in left if name in NO_LENGTHS or not drop}
     _refuse_lacking(result, carried, carried=True)
@@ -115,11 +115,11 @@ def model_from_dict(values: object) -> ModelConfig:
     unknown = [name for name in values if name not in MODEL_FIELDS]
     if unknown:
         raise UserError("not known to this version", field=f"model.{unknown[0]}")
-    given = {name: checked(MODEL_FIELDS[name].hint, value, f"model.{name}") for name, value in values.items()}
-    family = chosen_family(given)
+    settings = {name: checked(MODEL_FIELDS[name].hint, value, f"model.{name}") for name, value in values.items()}
+    family = chosen_family(settings)
     own = [item.name for item in dataclasses.fields(family) if item.init]
-    result = family(**{name: value for name, value in given.items() if name in own})
-    others = {name: value for name, value in given.items() if name not in ("family", *own)}
+    result = family(**{name: value for name, value in settings.items() if name in own})
+    others = {name: value for name, value in settings.items() if name not in ("family", *own)}
     _refuse_lacking(result, others, carried=True)
     return result
 
@@ -145,19 +145,19 @@ def _refuse_lacking(model: ModelConfig, values: Mapping[str, object], carried: b
         raise UserError(field=f"model.{name}", value=value, but=why, remedy=remedy)
 
 
-def chosen_family(given: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:
+def chosen_family(settings: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:
     """Return the configuration class that `family` selects, or else `kind` and `encoding`.
 
     Args:
-        given: values of model fields by name.
-        model: configuration whose `kind` and `encoding` are used if `given` has none.
+        settings: values of model fields by name.
+        model: configuration whose `kind` and `encoding` are used if `settings` has none.
     """
-    if "family" in given:
-        if given["family"] not in MODEL_FAMILIES:
+    if "family" in settings:
+        if settings["family"] not in MODEL_FAMILIES:
             expected = f"one of {', '.join(MODEL_FAMILIES)}"
-            raise UserError(field="model.family", value=given["family"], expected=expected)
-        return MODEL_FAMILIES[given["family"]]
-    if given.get("kind", getattr(model, "kind", "transformer")) != "transformer":
+            raise UserError(field="model.family", value=settings["family"], expected=expected)
+        return MODEL_FAMILIES[settings["family"]]
+    if settings.get("kind", getattr(model, "kind", "transformer")) != "transformer":
         return RecurrentConfig
-    encoding = given.get("encoding", getattr(model, "encoding", "relative"))
+    encoding = settings.get("encoding", getattr(model, "encoding", "relative"))
     return VanillaConfig if encoding in VanillaConfig.choices() else TransformerXLConfig

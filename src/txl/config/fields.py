@@ -55,7 +55,7 @@ def differences(old: RunConfig, new: RunConfig, ignore: frozenset[str] = frozens
 
     Models of different families are compared in the fields that both have.
     """
-    before, after = ({name: value for name, _, _, value in leaf_fields(each)} for each in (old, new))
+    before, after = ({name: value for name, _, _, value in leaf_fields(config)} for config in (old, new))
     return [
         f"{name} {shown(before[name])} -> {shown(after[name])}"
         for name in before
@@ -77,7 +77,7 @@ def may_change() -> frozenset[str]:
     return frozenset(name for name, item, _, _ in leaf_fields(RunConfig()) if item.metadata.get("may_change"))
 
 
-def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False) -> RunConfig:
+def with_options(config: RunConfig, changes: dict[str, str], *, drop: bool = False) -> RunConfig:
     """Return a copy of a configuration with fields set from text, as on the command line.
 
     A value of `model.family`, `model.kind` or `model.encoding` that belongs to another family converts the model to
@@ -85,7 +85,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
 
     Args:
         config: configuration to copy; it is not changed.
-        given: values as text, by dotted name with "-" allowed for "_":
+        changes: values as text, by dotted name with "-" allowed for "_":
             ``{"model.mem-len": "128", "model.window": "none"}``.
         drop: True: leave out settings of the configuration's model that another family lacks, instead of refusing them;
             lengths of a memory are refused in either case.
@@ -96,7 +96,7 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
     """
     result = RunConfig.from_dict(config.to_dict())
     of_model: FieldValues = {}
-    for name, value in parsed_options(given).items():
+    for name, value in parsed_options(changes).items():
         section, field_name = name.split(".")
         if section == "model":
             of_model[field_name] = value
@@ -106,11 +106,11 @@ def with_options(config: RunConfig, given: dict[str, str], *, drop: bool = False
     return result
 
 
-def parsed_options(given: dict[str, str]) -> FieldValues:
+def parsed_options(changes: dict[str, str]) -> FieldValues:
     """Parse the values of options; the names in the result have "_" for "-"."""
     types_of = {option.name: option.hint for option in options()}
     values = {}
-    for option, text in given.items():
+    for option, text in changes.items():
         name = option.replace("-", "_")
         if name not in types_of:
             hint = did_you_mean(name, types_of, cutoff=0.5)

@@ -138,7 +138,7 @@ class ModelConfig(Section, ABC):
     @property
     def has_dropout(self) -> bool:
         """True if any rate of dropout is above 0."""
-        return any(getattr(self, each.name) for each in dataclasses.fields(self) if each.metadata.get("drops"))
+        return any(getattr(self, item.name) for item in dataclasses.fields(self) if item.metadata.get("drops"))
 
     @property
     def score_terms(self) -> str:

@@ -100,14 +100,14 @@ def same_length(mem_len: int | None, window: Limit) -> Limit:
     return window if window is not None or mem_len is None else mem_len or "none"
 
 
-def _limit(given: Limit, own: int | None) -> int | None:
-    if given is None:
+def _limit(limit: Limit, own: int | None) -> int | None:
+    if limit is None:
         return own
-    if isinstance(given, str):
-        if given != "none":
-            raise UserError(f"a window or clamp_len is {given!r}; expected a number or 'none'")
+    if isinstance(limit, str):
+        if limit != "none":
+            raise UserError(f"a window or clamp_len is {limit!r}; expected a number or 'none'")
         return None
-    return given
+    return limit
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
