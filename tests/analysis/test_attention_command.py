@@ -20,8 +20,16 @@ def attention(run, data_dir, *words):
     return main(["attention", str(run), "--tokens", "600", "--data-dir", str(data_dir), *words])
 
 
-def test_figures_record_and_report(run, data_dir, capsys):
-    assert attention(run, data_dir) == 0, capsys.readouterr().err
+@pytest.fixture(scope="module")
+def looked_at(trained, data_dir, tmp_path_factory):
+    """A run whose attention was measured, with figures and record."""
+    run = shutil.copytree(trained, tmp_path_factory.mktemp("attention") / "run")
+    assert attention(run, data_dir) == 0
+    return run
+
+
+def test_figures_record_and_report(looked_at):
+    run = looked_at
     folder = run / "attention"
     record = json.loads((folder / "attention.json").read_text(encoding="utf-8"))
     assert len(record["heads"]) == 4
@@ -78,8 +86,8 @@ def test_a_model_without_attention_is_refused_in_one_line(story, data_dir, tmp_p
     assert not (run / "attention").exists()
 
 
-def test_a_record_of_another_version_is_told_in_the_report(run, data_dir):
-    assert attention(run, data_dir) == 0
+def test_a_record_of_another_version_is_told_in_the_report(looked_at, tmp_path):
+    run = shutil.copytree(looked_at, tmp_path / "run")
     path = run / "attention" / "attention.json"
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"format": 1}), encoding="utf-8")
     assert main(["report", str(run)]) == 0

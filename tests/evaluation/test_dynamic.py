@@ -36,59 +36,55 @@ def segments_of(tokens: np.ndarray, segment: int, n_lane: int = 1):
         yield lanes[:, start:end], lanes[:, start + 1 : end + 1]
 
 
-def gradient_of(model: Any, inputs: Any, targets: Any, state: Any) -> tuple[Any, Any, dict[str, list[float]]]:
-    """Return the losses, the new state, and d(mean loss)/d(weight) as lists of numbers by parameter name."""
+def gradient_of(model: Any, inputs: Any, targets: Any, state: Any) -> tuple[Any, Any, dict[str, np.ndarray]]:
+    """Return the losses, the new state, and d(mean loss)/d(weight) as arrays by parameter name."""
     model.zero_grad()
     nll, state = model.nll(inputs, targets, state)
     nll.mean().backward()
-    found = {
-        name: [0.0] * weight.numel() if weight.grad is None else weight.grad.flatten().tolist()
+    gradients = {
+        name: np.zeros(weight.shape) if weight.grad is None else weight.grad.numpy().copy()
         for name, weight in model.named_parameters()
     }
-    return nll.detach(), state.detach(), found
+    return nll.detach(), state.detach(), gradients
 
 
-def transcribed(model: Any, rule: str, eta: float, lamb: float, eps: float, n_lane: int = 1) -> tuple[Any, Any]:
-    """Return the losses of STREAM and the weights after STREAM, computed number by number as in both papers' code.
+def transcribed(model: Any, rule: str, eta: float, lamb: float, eps: float, n_lane: int) -> tuple[list[float], dict]:
+    """Return the losses of STREAM and the weights after STREAM, computed as in both papers' code.
 
     `rule` is "sgd", "2018" (dynamiceval.py: gradstat, evaluate) or "2019" (dynamic_eval_opt.py: _apply_dense).
     """
     model = copy.deepcopy(model)
-    sums = {name: [0.0] * weight.numel() for name, weight in model.named_parameters()}
-    count, state = 0, model.init_state(n_lane)
+    trained = {name: weight.detach().numpy().copy() for name, weight in model.named_parameters()}
+    sums, count, state = {name: np.zeros(weight.shape) for name, weight in trained.items()}, 0, model.init_state(n_lane)
     for inputs, targets in segments_of(TRAIN, SEGMENT, n_lane):
         _, state, gradient = gradient_of(model, inputs, targets, state)
         count += 1
-        for name, values in gradient.items():
-            sums[name] = [total + value * value for total, value in zip(sums[name], values, strict=True)]
-    root_mean = {name: [(total / count) ** 0.5 for total in totals] for name, totals in sums.items()}
-    global_mean = sum(sum(values) / len(values) for values in root_mean.values()) / len(root_mean)
-    trained = {name: weight.detach().flatten().tolist() for name, weight in model.named_parameters()}
+        for name in sums:
+            sums[name] += gradient[name] ** 2
+    root_mean = {name: np.sqrt(total / count) for name, total in sums.items()}
+    global_mean = np.mean([values.mean() for values in root_mean.values()])
     current = copy.deepcopy(trained)
-    moved = {name: [0.0] * len(values) for name, values in trained.items()}  # the 2019 code's slot "dw"
+    moved = {name: np.zeros(weight.shape) for name, weight in trained.items()}  # the 2019 code's slot "dw"
     losses, state = [], model.init_state(1)
     for inputs, targets in segments_of(STREAM, SEGMENT):
         nll, state, gradient = gradient_of(model, inputs, targets, state)
         losses += nll.flatten().tolist()
         for name, weight in model.named_parameters():
-            for i, g in enumerate(gradient[name]):
-                theta, theta0 = current[name][i], trained[name][i]
-                if rule == "sgd":
-                    current[name][i] = theta - eta * g + lamb * (theta0 - theta)
-                elif rule == "2018":
-                    decay_rate = root_mean[name][i] / global_mean
-                    if lamb > 0 and decay_rate > 1 / lamb:
-                        decay_rate = 1 / lamb
-                    current[name][i] = (
-                        theta + lamb * decay_rate * (theta0 - theta) - eta * g / (root_mean[name][i] + eps)
-                    )
-                else:
-                    root = sums[name][i] ** 0.5
-                    update = eta / (root + eps) * g + lamb * root * moved[name][i]
-                    moved[name][i] -= update
-                    current[name][i] = theta - update
+            g, away = gradient[name], trained[name] - current[name]
+            if rule == "sgd":
+                current[name] += -eta * g + lamb * away
+            elif rule == "2018":
+                decay_rate = root_mean[name] / global_mean
+                if lamb > 0:
+                    decay_rate = np.minimum(decay_rate, 1 / lamb)
+                current[name] += lamb * decay_rate * away - eta * g / (root_mean[name] + eps)
+            else:
+                root = np.sqrt(sums[name])
+                update = eta / (root + eps) * g + lamb * root * moved[name]
+                moved[name] -= update
+                current[name] -= update
             with torch.no_grad():
-                weight.copy_(torch.tensor(current[name], dtype=torch.float64).view_as(weight))
+                weight.copy_(torch.from_numpy(current[name]))
     return losses, current
 
 
@@ -122,7 +118,7 @@ def test_the_rules_against_slow_transcriptions(name, n_lane):
         scored += nll.flatten().tolist()
     assert scored == pytest.approx(losses, rel=1e-11)
     for each, weight in adapting.model.named_parameters():
-        np.testing.assert_allclose(weight.detach().flatten().numpy(), weights[each], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(weight.detach().numpy(), weights[each], rtol=1e-9, atol=1e-12)
     if "limit" in name:
         assert max(torch.as_tensor(each).max() for each in adapting._pulls) == 1
     static = txl.evaluate(model, STREAM, segment=SEGMENT, batch_size=1).nll
@@ -279,7 +275,7 @@ def test_statistics():
             for name, values in gradient.items():
                 sums[name] = sums.get(name, 0) + np.square(values)
         for name, squares in statistics.squares.items():
-            np.testing.assert_allclose(squares.flatten().numpy(), sums[name], rtol=1e-9, atol=1e-15)
+            np.testing.assert_allclose(squares.numpy(), sums[name], rtol=1e-9, atol=1e-15)
     model.zero_grad()
 
 

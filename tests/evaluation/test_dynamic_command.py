@@ -16,7 +16,7 @@ from txl.cli import main
 from txl.data.corpora import open_corpus
 from txl.runs.directory import RunDirectory
 
-QUICK = ["--max-tokens", "600", "--statistics-segments", "20"]
+QUICK = ["--max-tokens", "300", "--statistics-segments", "20"]
 EVERY_SEGMENT = ["--statistics-segments", "all", "--statistics-batch", "40", "--segment", "64"]
 
 
@@ -64,7 +64,7 @@ def test_tunes_measures_and_records(run, data_dir, capsys):
     ],
 )
 def test_the_printed_command_gives_the_reported_number(options, run, data_dir, capsys):
-    words = ["dynamic", str(run), "--learning-rates", "0.0012345678", "--decays", "0.01", "--tune-tokens", "200"]
+    words = ["dynamic", str(run), "--learning-rates", "0.0012345678", "--decays", "0.01", "--tune-tokens", "100"]
     statistics = [] if "sgd" in options else QUICK[2:]
     words += [*QUICK[:2], *statistics, *options, "--data-dir", str(data_dir)]
     assert main([*words, "--json"]) == 0, capsys.readouterr().err
@@ -120,9 +120,10 @@ def test_published_settings(run, data_dir, capsys):
     }
     lengths = [found[name] for name in ("segment", "mem_len", "window", "clamp_len", "batch_size")]
     assert lengths == [128, 3800, 3801, 9, 1]
-    assert main([*words, "--max-tokens", "300", "--dynamic-statistics-segments", "all"]) == 0
-    every = json.loads(capsys.readouterr().out)["dynamic"]["statistics_segments"]
-    assert every is None or every > 161  # the preset uses 161 segments
+    every = ["--dynamic-statistics-segments", "all", "--dynamic-statistics-batch", "40"]
+    assert main([*words, "--max-tokens", "300", *every]) == 0
+    # As many segments of 128 tokens as each lane has, not the preset's 140.
+    assert json.loads(capsys.readouterr().out)["dynamic"]["statistics_segments"] < 20
 
 
 def test_gradient_statistics_of_another_text_are_those_of_training(run, story, data_dir, tmp_path, capsys):
