@@ -296,8 +296,8 @@ class Trainer:
                 self.run.train.planned_minutes = None  # it was planned for fewer steps
             changes = extension_changes(before, self.run, loop.state)
             loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
-            told = "; ".join(changes) or "as if it had been configured so from the start"
-            display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {told}")
+            effect = "; ".join(changes) or "as if it had been configured so from the start"
+            display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {effect}")
 
     def _note_threads(self, display: Display) -> None:
         """Report another number of threads, with which the CPU's sums are rounded differently."""
