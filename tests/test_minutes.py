@@ -222,7 +222,7 @@ def test_without_time_the_smallest_model_alone_is_timed(seconds: float):
         timed.append(run)
         return StepTimes(0.1, 1e-4)
 
-    with pytest.raises(UserError, match=r"remain for training, and a step of the chosen model takes 0\.1 s"):
+    with pytest.raises(UserError, match=r"remain for training, and a step takes 0\.1 s"):
         choose(base_run(1, bfloat16=True), _text(10_000_000), seconds, measure, {})
     assert len(timed) == 1
 

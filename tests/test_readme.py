@@ -9,27 +9,13 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 
-import txl
 from tests.conftest import options_of, small_run
 from txl.cli import build_parser, main
-from txl.commands.demo import (
-    MARK,
-    arithmetic_of,
-    copying_of,
-    rate_for_steps,
-    steps_of_this_machine,
-    steps_within,
-    whole_lines,
-)
-from txl.config import validate, with_options
 from txl.files import JsonObject
 from txl.minutes import measured
 from txl.minutes.rule import StepTimes
-from txl.runs import environment
-from txl.runs.directory import RunDirectory
-from txl.runs.events import CompressionEvent, DemoEvent, EndEvent, SweepEvent, select
+from txl.runs.events import CompressionEvent, SweepEvent, select
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "interop" / "golden"
@@ -154,126 +140,6 @@ def test_the_python_runs(story, tmp_path, data_dir, monkeypatch, capsys):
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!https?:)([^)#]+)\)", README))
 def test_what_the_readme_points_to_is_there(target):
     assert (Path(__file__).parent.parent / target).exists(), target
-
-
-def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):
-    out = tmp_path / "demo"
-    small = options_of(small_run(str(story)))
-    assert main(["demo", "--out", str(out), "--data-dir", str(data_dir), "--test-tokens", "1000", *small]) == 0
-    summary = "\n".join(capsys.readouterr().out.splitlines()[-22:])
-    compared = ("zlib", "bz2", "lzma", "has seen training text (lzma that has seen it too: ")
-    for part in (MARK, "with memory 16", "without", *compared, str(out / "report.html")):
-        assert part in summary
-    events = RunDirectory(out).events()
-    samples = [event for event in events if event["event"] == "sample"]
-    assert len({event["prompt"] for event in samples}) == 3
-    assert all(event["prompt"] in story.read_text() and event["text"] for event in samples)
-    [whole], [trained] = select(events, DemoEvent), select(events, EndEvent)
-    assert whole["seconds"] > trained["elapsed"] > 0
-    row = next(event for event in events if event["event"] == "sweep")["rows"][-1]
-    assert (row["mem_len"], row["tokens"] + row["dropped"] + 1, row["dtype"]) == (16, 1000, "float32")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("le\nwhole\nlines\npar", "whole\nlines\n"),
-        ("no line", "no line"),
-        ("a\n\n \nb", "a\n\n \nb"),
-        ("a long paragraph\nHeading\nanother paragraph", "a long paragraph\nHeading\nanother paragraph"),
-        ("\ufffd\u6f22\u5b57\ufffd", "\u6f22\u5b57"),
-    ],
-)
-def test_the_demo_goes_on_from_whole_lines(text, expected):
-    assert whole_lines(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [("avx2 avx512f", {}), ("avx512f avx512_bf16", {"train.dtype": "bfloat16"})],
-)
-def test_the_demo_computes_in_what_the_machine_is_fast_in(flags, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "cpu_flags", flags.split)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    options = arithmetic_of(tmp_path)
-    assert options == expected
-    validate(with_options(txl.preset("stdlib-bpe"), options))
-    for dtype in ("float32", "bfloat16"):  # begun on a machine that was fast in it
-        RunDirectory(tmp_path).write_config(with_options(txl.preset("stdlib-bpe"), {"train.dtype": dtype}))
-        assert arithmetic_of(tmp_path) == {"train.dtype": dtype}
-
-
-@pytest.mark.parametrize(
-    ("step_seconds", "least", "steps"),
-    # 260 seconds less 350 steps' time are left for training.
-    [
-        (0.05, 500, 2400),
-        (0.1, 500, 2200),
-        (0.15, 500, 1300),
-        (0.2, 500, 900),
-        (0.29, 500, 500),
-        (100.0, 500, 500),
-        (0.5, 900, 900),
-    ],
-)
-def test_the_demo_takes_as_many_steps_as_fit_into_five_minutes(step_seconds, least, steps):
-    assert steps_within(300, step_seconds, least, 2400) == steps
-
-
-def test_the_demo_times_steps_once_and_goes_on_with_its_choice(tmp_path, monkeypatch, capsys):
-    seconds = []
-    monkeypatch.setattr("txl.minutes.timing.timed", lambda step, steps, device: seconds.pop())
-    monkeypatch.setattr("txl.minutes.timing.training_workload", lambda *given, **options: (None, None))
-    config = txl.preset("stdlib-bpe")
-    seconds[:] = [0.15]
-    options = steps_of_this_machine(tmp_path / "demo", config, {})
-    assert options == {"train.steps": "1300"}
-    assert "1,300 training steps instead of 2,400: the demo takes about 5 minutes here" in capsys.readouterr().err
-    seconds[:] = [0.5]
-    steps_of_this_machine(tmp_path / "other", config, {})
-    assert "500 training steps instead of 2,400: the demo takes about 8 minutes here" in capsys.readouterr().err
-    seconds[:] = [0.5]
-    assert steps_of_this_machine(tmp_path / "other", config, {"model.init": "xavier"}) == {"train.steps": "900"}
-    words = with_options(config, {"data.unit": "word"})
-    assert steps_of_this_machine(tmp_path / "other", words, {}) == {}
-    seconds[:] = [0.15]
-    in_bytes = with_options(config, {"data.unit": "byte"})
-    assert steps_of_this_machine(tmp_path / "other", in_bytes, {}) == {"train.steps": "1300"}
-    (tmp_path / "demo").mkdir()
-    RunDirectory(tmp_path / "demo").write_config(with_options(config, options))
-    assert steps_of_this_machine(tmp_path / "demo", config, {}) == options  # nothing is timed: `seconds` is empty
-
-
-def test_a_short_demo_has_a_higher_rate_and_a_run_keeps_its_own(tmp_path):
-    preset = txl.preset("stdlib-bpe")
-    assert rate_for_steps(tmp_path, preset, {}) == {"train.learning_rate": f"{preset.train.learning_rate:g}"}
-    short = with_options(preset, {"train.steps": "500"})
-    assert rate_for_steps(tmp_path, short, {}) == {"train.learning_rate": "0.0054"}
-    assert rate_for_steps(tmp_path, short, {"train.learning_rate": "0.1"}) == {}
-    RunDirectory(tmp_path).write_config(with_options(preset, {"train.learning_rate": "0.004"}))
-    assert rate_for_steps(tmp_path, preset, {}) == {"train.learning_rate": "0.004"}
-
-
-def test_a_short_demo_begins_with_heads_that_copy_and_a_run_keeps_its_first_weights(tmp_path):
-    def options(out: str, **changes: str) -> dict[str, str]:
-        given = {name.replace("__", "."): value for name, value in changes.items()}
-        return copying_of(tmp_path / out, with_options(txl.preset("stdlib-bpe"), given), given)
-
-    copying = {"model.init": "induction"}
-    assert options("new", train__steps="2000") == copying
-    assert options("new", train__steps="2001") == {}
-    assert options("new", train__steps="900", model__init="xavier") == {}
-    assert options("new", train__steps="900", model__pre_norm="false") == {}
-    vanilla = {"model__family": "vanilla", "model__encoding": "learned", "model__mem_len": "0"}
-    assert options("new", train__steps="900", model__qk_norm="false", **vanilla) == {}
-    short = with_options(txl.preset("stdlib-bpe"), {"train.steps": "900"})
-    for name, run, expected in (("before", short, {}), ("now", with_options(short, copying), copying)):
-        (tmp_path / name).mkdir()
-        RunDirectory(tmp_path / name).write_config(run)
-        assert options(name, train__steps="900") == expected
-        assert options(name, train__steps="900", model__init="normal") == {}
-        assert options(name, train__steps="900", model__n_layer="1") == {}  # refused for the user's option alone
-    validate(with_options(short, copying))
 
 
 def _defined(path: Path) -> set[str]:

@@ -258,7 +258,7 @@ def test_mistakes_are_one_clear_line_and_nothing_is_left(run, tmp_path, capsys):
     out = str(tmp_path / "out")
     for words, message in (
         ([str(tmp_path / "nothing"), "--out", out], "no such directory"),
-        ([str(tmp_path / "full"), "--out", out], "not a run directory"),
+        ([str(tmp_path / "full"), "--out", out], "expected a run directory"),
         ([str(run), "--out", out, "--format", "onnx"], "--format is onnx; expected one of huggingface, safetensors"),
         ([str(run), "--out", str(tmp_path / "full")], "not empty"),
         ([str(run), "--out", str(tmp_path / "file")], ": a file; expected a directory"),

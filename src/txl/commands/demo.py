@@ -5,29 +5,34 @@ from __future__ import annotations
 import argparse
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from txl.commands.arguments import check_corpus, pick_device, writable_folder
-from txl.commands.config_options import add_config_options, config_options
+from txl.commands.config_options import add_config_options, base_config, config_options
 from txl.commands.options import add_data_dir, add_out
-from txl.commands.output import say
+from txl.commands.output import progress_bar, record, say
 from txl.commands.parser import Commands
-from txl.config import RunConfig, validate, with_options
-from txl.errors import UserError
+from txl.config import RunConfig, differences, leaf_fields, shown, validate, with_options
+from txl.config.values import require
+
+if TYPE_CHECKING:
+    from txl.data.prepared import Corpus
+    from txl.data.vocabulary import Vocabulary
+    from txl.models.language_model import LanguageModel
+    from txl.runs.directory import RunDirectory
 
 _PRESET = "stdlib-bpe"
+# Seconds that the demo should take; seconds of its parts that need no model; steps that take as long as its evaluation
+# and texts.
 _SECONDS, _FIXED, _BESIDE = 300.0, 40.0, 350
-"""Seconds that the demo should take; seconds of the parts that need no model; time of evaluation and texts, in training
-steps."""
+# Least number of steps, and the same with heads that copy. After 700 steps without them a model was worse than zlib;
+# after 500 with them it is about as good as bz2.
 _LEAST, _LEAST_COPYING = 900, 500
-"""Least number of steps, and the same with heads that copy. After 700 steps without them a model was worse than zlib;
-after 500 with them it is about as good as bz2."""
+# Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of a
+# few words a small model soon repeats itself, because in training it has nearly always read more.
 _SAMPLES, _CONTEXT = 3, 256
-"""Number of texts that the model writes, and most tokens of the test split that each text continues. After a prompt of
-a few words a small model soon repeats itself, because in training it has nearly always read more."""
+# Lines printed of a context, and of the text that the model writes.
 _READ, _WRITTEN = 4, 12
-"""Lines printed of a context, and of the text that the model writes."""
 MARK = "--- the model goes on: ---"
 
 
@@ -55,97 +60,105 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
-    from txl.presets import preset
-    from txl.training.compilation import can_capture
-
-    began = time.monotonic()
-    changes, limit = config_options(arguments), arguments.test_tokens
-    if arguments.preset == _PRESET:
-        changes = arithmetic_of(Path(arguments.out)) | changes
-        if can_capture(with_options(preset(_PRESET), changes), pick_device(None)):
-            changes = {"train.capture": "true"} | changes
-    out, config = arguments.out, with_options(preset(arguments.preset), changes)
-    validate(config)
-    if limit is not None and limit < 2 * config.eval.batch_size:
-        raise UserError(f"--test-tokens is {limit}; expected two for each lane of the evaluation or more")
-    writable_folder(out)  # refused before the machine is timed
-    check_corpus(config.data.corpus)
-    if arguments.preset == _PRESET and "train.steps" not in changes:
-        changes |= steps_of_this_machine(Path(out), config, changes)
-        config = with_options(config, changes)
-    if arguments.preset == _PRESET:
-        changes |= copying_of(Path(out), config, changes)
-        changes |= rate_for_steps(Path(out), config, changes)
-        config = with_options(config, changes)
-    options = [word for name, value in changes.items() for word in (f"--{name.replace('_', '-')}", value)]
-    data_dir = [] if arguments.data_dir is None else ["--data-dir", arguments.data_dir]
-    measured = ["--mem-lens", ",".join(map(str, memory_lengths(config)))]
-    measured += ["--dtype", "bfloat16"] if config.train.dtype == "bfloat16" else []
-    measured += [] if limit is None else ["--max-tokens", str(limit)]
-
-    from txl.commands.command_line import build_parser
-
-    parse = build_parser().parse_args
-    _command(parse, "train", arguments.preset, "--out", out, *options, *data_dir)
-    _command(parse, "eval", out, *measured, *data_dir)
-    samples = write_samples(Path(out), config, data_dir=arguments.data_dir)
-    _command(parse, "report", out, "--after-training-text", *data_dir)
-
-    from txl.reporting.report import default_checkpoint, summary_lines
+    from txl.allocator import keep_freed_memory
+    from txl.data.corpora import open_corpus, refuse_unused, with_absolute_paths
     from txl.runs.directory import RunDirectory
-    from txl.runs.events import EventName
 
-    context, text = samples[-1]
+    began, limit, given = time.monotonic(), arguments.test_tokens, config_options(arguments)
+    directory, base, device = RunDirectory(arguments.out), base_config(arguments.preset), pick_device(None)
+    is_begun, is_adjusted = directory.config_path.exists(), arguments.preset == _PRESET
+    config = with_options(directory.config() if is_begun and is_adjusted else base, given)
+    lanes = 2 * config.eval.batch_size
+    require(limit is None or limit >= lanes, "test_tokens", limit, f"{lanes} (two for each lane) or more")
+    writable_folder(arguments.out)
+    if config.data.corpus != base.data.corpus and "data.source" not in given:
+        config.data.source = None
+    config.data = with_absolute_paths(config.data)
+    refuse_unused(config.data, given)
+    check_corpus(config.data.corpus)
+    keep_freed_memory()
+    if is_adjusted and not is_begun:
+        validate(config)  # before the machine is timed
+        config = suited(config, given, device)
+
+    from txl.reporting.report import default_checkpoint, summary_lines, write_report
+    from txl.runs.events import EventName
+    from txl.training.starting import check_out
+    from txl.training.trainer import Trainer
+
+    check_out(directory.path, config)
+    validate(config)
+    _announce("train", arguments.preset, "--out", arguments.out, *_options(base, config))
+    Trainer(config, directory.path, device=device, data_dir=arguments.data_dir).fit()
+    model, vocabulary = directory.load(directory.checkpoint(), device=device)
+    corpus = open_corpus(config.data.corpus, config=config.data, data_dir=arguments.data_dir, quiet=True)
+    _measure(directory, model, corpus, limit)
+    context, text = write_samples(directory, model, vocabulary, corpus)[-1]
+    _announce("report", arguments.out, "--after-training-text")
+    report = write_report(directory.path, data_dir=arguments.data_dir, after_training_text=True)
+    print(report)
     for line in [*context.splitlines()[-_READ:], MARK, *text.splitlines()[:_WRITTEN], ""]:
         print(line)
-    trained = RunDirectory(out)
-    trained.append(EventName.DEMO, config.train.steps, seconds=time.monotonic() - began)
-    for line in summary_lines(trained.events(), Path(out) / "report.html", default_checkpoint(trained)):
+    directory.append(EventName.DEMO, config.train.steps, seconds=time.monotonic() - began)
+    for line in summary_lines(directory.events(), report, default_checkpoint(directory)):
         print(line)
 
 
-def arithmetic_of(out: Path) -> dict[str, str]:
-    """Return the dtype of the run in `out`, so that it resumes, or else the dtype that this machine is fast in."""
-    from txl.runs.directory import RunDirectory
-    from txl.runs.environment import multiplies_bfloat16
-
-    if RunDirectory(out).config_path.exists():
-        return {"train.dtype": RunDirectory(out).config().train.dtype}
-    return {"train.dtype": "bfloat16"} if multiplies_bfloat16(pick_device(None)) else {}
+def _announce(*words: str) -> None:
+    """Print the command that does what follows."""
+    say(f"$ txl {shlex.join(words)}")
 
 
-def steps_of_this_machine(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
-    """Return the option with as many steps as fit into the demo's time, at most those of the configuration.
+def _options(base: RunConfig, config: RunConfig) -> list[str]:
+    """Return the options that change one configuration into the other."""
+    values = {name: shown(value) for name, _, _, value in leaf_fields(config)}
+    changed = [change.partition(" ")[0] for change in differences(base, config)]
+    return [word for name in changed for word in (f"--{name.replace('_', '-')}", values[name])]
 
-    A few steps on random tokens are timed. If `out` holds a run, return the steps of that run, so that it resumes.
+
+def suited(config: RunConfig, given: dict[str, str], device: str) -> RunConfig:
+    """Return a copy for this machine: its arithmetic, steps that fit into the demo's time, and what follows from them.
 
     Args:
-        out: folder of the run.
         config: configuration with the user's options.
-        given: options of the user by dotted name.
+        given: options of the user by dotted name, which stay.
+        device: device that trains.
     """
-    from txl.allocator import keep_freed_memory
-    from txl.data.corpora import known_vocabulary_size
-    from txl.minutes.timing import timed, training_workload
-    from txl.runs.directory import RunDirectory
+    from txl.minutes.rule import rate_of, with_copying
+    from txl.runs.environment import multiplies_bfloat16
+    from txl.training.compilation import can_capture
 
-    if RunDirectory(out).config_path.exists():
-        return {"train.steps": str(RunDirectory(out).config().train.steps)}
-    vocab_size = config.data.vocab_size if config.data.unit == "bpe" else known_vocabulary_size(config.data)
-    if vocab_size is None:  # it depends on the text
-        return {}
-    keep_freed_memory()  # as in training
-    device = pick_device(None)
-    _, step = training_workload(config, vocab_size, device, must_compile=False)
-    step_seconds = timed(step, 3, device)
-    copies = copying_of(out, with_options(config, {"train.steps": str(_LEAST_COPYING)}), given)
-    least = _LEAST_COPYING if copies else _LEAST
-    steps = steps_within(_SECONDS, step_seconds, least, config.train.steps)
-    if steps < config.train.steps:
-        minutes = (_FIXED + (steps + _BESIDE) * step_seconds) / 60
-        instead = f"{steps:,} training steps instead of {config.train.steps:,}"
-        say(f"{instead}: the demo takes about {minutes:.0f} minutes here")
-    return {"train.steps": str(steps)}
+    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | given)
+    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | given)
+    if "train.steps" not in given:
+        config.train.steps = _steps(config, given, device)
+    config = with_copying(config, given)
+    if "train.learning_rate" not in given:
+        config.train.learning_rate = rate_of(config.train.steps)
+    return config
+
+
+def _steps(config: RunConfig, given: dict[str, str], device: str) -> int:
+    """Return as many steps as fit into the demo's time, by the time of a few steps on random tokens.
+
+    They are at most the configuration's, and those if the size of the vocabulary depends on the text.
+    """
+    from txl.data.corpora import known_vocabulary_size
+    from txl.minutes.rule import with_copying
+    from txl.minutes.timing import step_seconds
+
+    most, data = config.train.steps, config.data
+    vocab_size = data.vocab_size if data.unit == "bpe" else known_vocabulary_size(data)
+    if vocab_size is None:
+        return most
+    seconds = step_seconds(config, vocab_size, device)
+    short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), given)
+    least = _LEAST_COPYING if short.model.first_weights == "induction" else _LEAST
+    steps = steps_within(_SECONDS, seconds, least, most)
+    if steps < most:
+        minutes = (_FIXED + (steps + _BESIDE) * seconds) / 60
+        say(f"{steps:,} training steps instead of {most:,}: the demo takes about {minutes:.0f} minutes here")
+    return steps
 
 
 def steps_within(seconds: float, step_seconds: float, least: int, most: int) -> int:
@@ -154,50 +167,38 @@ def steps_within(seconds: float, step_seconds: float, least: int, most: int) -> 
     return min(most, max(least, 100 * hundreds))
 
 
-def copying_of(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
-    """Return `model.init induction` if the run in `out` has it, or if there is none and the new run is short.
+def _measure(directory: RunDirectory, model: LanguageModel, corpus: Corpus, limit: int | None) -> None:
+    """Measure the model without memory, with that of training, and with that of its test settings."""
+    from txl.commands.eval import describe, draw_curve
+    from txl.commands.evaluation_results import print_rows
+    from txl.evaluation.perplexity import evaluate_at_lengths
+    from txl.evaluation.stream import Settings
+    from txl.runs.events import Evaluation, EventName
 
-    Else, or if the user's options give `model.init` or a model in which such heads cannot work, return no option.
-    """
-    from txl.minutes.rule import can_copy, with_copying
-    from txl.runs.directory import RunDirectory
-
-    if "model.init" in given or not can_copy(config.model):
-        return {}
-    trained = RunDirectory(out)
-    run = trained.config() if trained.config_path.exists() else with_copying(config, given)
-    return {"model.init": run.model.first_weights} if run.model.first_weights == "induction" else {}
-
-
-def rate_for_steps(out: Path, config: RunConfig, given: dict[str, str]) -> dict[str, str]:
-    """Return the learning rate of the run in `out`, or else that for the number of steps: fewer steps, a higher rate.
-
-    Return no option if the user's options give a rate.
-    """
-    from txl.minutes.rule import rate_of
-    from txl.runs.directory import RunDirectory
-
-    if "train.learning_rate" in given:
-        return {}
-    trained = RunDirectory(out)
-    begun = trained.config().train.learning_rate if trained.config_path.exists() else rate_of(config.train.steps)
-    return {"train.learning_rate": f"{begun:g}"}
-
-
-def _command(parse: Callable[[Sequence[str]], argparse.Namespace], *words: str) -> None:
-    """Print a command as a user would type it, and run it; `parse` parses command lines (`txl.cli`)."""
-    say(f"$ txl {shlex.join(words)}")
-    arguments = parse(words)
-    arguments.run(arguments)
-
-
-def memory_lengths(config: RunConfig) -> list[int]:
-    """Return the memory lengths to test: 0, the length in training, and the length in the run's test settings."""
-    return sorted({0, config.model.mem_len, config.eval.mem_len})
+    config, checkpoint = directory.config(), directory.checkpoint()
+    lengths = sorted({0, config.model.mem_len, config.eval.mem_len})
+    dtype = "bfloat16" if config.train.dtype == "bfloat16" else "float32"
+    _announce("eval", str(directory.path), "--mem-lens", ",".join(map(str, lengths)), "--dtype", dtype)
+    settings = Settings(
+        segment=config.eval.segment,
+        batch_size=config.eval.batch_size,
+        clamp_len=config.eval.lengths.options()["clamp_len"],
+        max_tokens=limit,
+        dtype=dtype,
+        temperature=config.eval.temperature,
+    )
+    progress, move = progress_bar("test split", quiet=False)
+    with progress:
+        results = list(evaluate_at_lengths(model, corpus.tokens("test"), lengths, settings, move))
+    described, _ = describe(directory, checkpoint, corpus, results[0], "test")
+    rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
+    record(directory, EventName.SWEEP, checkpoint, **described, rows=rows)
+    print_rows(rows)
+    draw_curve(directory.path, rows)
 
 
 def write_samples(
-    directory: Path, config: RunConfig, *, data_dir: str | None = None, max_tokens: int = 300, seed: int = 1
+    directory: RunDirectory, model: LanguageModel, vocabulary: Vocabulary | None, corpus: Corpus
 ) -> list[tuple[str, str]]:
     """Continue passages of the test split, and add the texts to the run's log for the report.
 
@@ -205,25 +206,19 @@ def write_samples(
         Pairs of a passage and the model's text.
     """
     from txl.commands.generate import record_sample
-    from txl.data.corpora import open_corpus
     from txl.generation.sampling import GenerationOptions, Sampling
     from txl.generation.text import generate_with
-    from txl.runs.directory import RunDirectory
 
-    run_directory = RunDirectory(directory)
-    checkpoint = run_directory.checkpoint()
-    model, vocabulary = run_directory.load(checkpoint)
-    corpus = open_corpus(config.data.corpus, config=config.data, data_dir=data_dir, quiet=True)
-    test = corpus.tokens("test")
+    test, checkpoint = corpus.tokens("test"), directory.checkpoint()
     # At temperature 0.8 more than half of such a small model's samples end in repetition.
     sampling = Sampling(top_k=None, top_p=0.95, temperature=0.9)
-    options = GenerationOptions(max_tokens, sampling=sampling, seed=seed, **config.eval.lengths.options())
+    options = GenerationOptions(300, sampling=sampling, seed=1, **directory.config().eval.lengths.options())
     samples = []
     for number in range(1, _SAMPLES + 1):
         begin = len(test) * number // (_SAMPLES + 1)
         context = whole_lines(corpus.vocabulary.decode(test[begin : begin + _CONTEXT]))
         text = "".join(generate_with(model, vocabulary, context, options))
-        record_sample(run_directory, checkpoint, context, text, options)
+        record_sample(directory, checkpoint, context, text, options)
         samples.append((context, text))
     return samples
 

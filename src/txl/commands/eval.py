@@ -125,12 +125,12 @@ def _finish(
 ) -> None:
     """Record and print the results."""
     refuse_not_a_number([result.nll for result in results], checkpoint)
-    described, hint = _describe(directory, checkpoint, corpus, results[0], arguments.split)
+    described, hint = describe(directory, checkpoint, corpus, results[0], arguments.split)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     _record(directory, checkpoint, described, rows, arguments)
     _print(directory, corpus, described, rows, hint, arguments)
     if arguments.mem_lens is not None:
-        _draw_curve(directory.path, rows)
+        draw_curve(directory.path, rows)
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
@@ -169,7 +169,7 @@ def _measured(
             yield from evaluate_at_lengths(model, tokens, arguments.mem_lens, settings, move)
 
 
-def _describe(
+def describe(
     directory: RunDirectory, checkpoint: Path, corpus: Corpus, result: EvaluationResult, split: str
 ) -> tuple[Measured, str | None]:
     """Return the log's description of the measured text, and a hint for measuring all of it (None if not needed)."""
@@ -225,7 +225,7 @@ def _print(
         print(measured)
 
 
-def _draw_curve(directory: Path, rows: list[Evaluation]) -> None:
+def draw_curve(directory: Path, rows: list[Evaluation]) -> None:
     """Draw quality against memory length, as memory-curve.svg and .png in the run directory."""
     from txl.reporting.plots import save_memory_curve
 

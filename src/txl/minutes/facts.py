@@ -14,12 +14,9 @@ from txl.data.pieces import BLOCK, Piece
 from txl.data.standard_library import stdlib_pieces
 from txl.data.user_text import user_pieces
 
-_LOOKED_AT = 64
-"""Number of one-megabyte blocks read from the beginning; the rest of a longer text is assumed to be similar."""
-_SAMPLE = 1 << 19
-"""Bytes of the text in `TextFacts.sample`."""
-_FAR = 27
-"""Base-2 logarithm of the largest distance, in bytes, over which repetition is found."""
+_LOOKED_AT = 64  # blocks of a megabyte read from the beginning; the rest of a longer text is assumed to be similar
+_SAMPLE = 1 << 19  # bytes of the text in `TextFacts.sample`
+_FAR = 27  # base-2 logarithm of the largest distance, in bytes, over which repetition is found
 
 
 @dataclass(frozen=True)

@@ -20,59 +20,31 @@ from txl.minutes.facts import TextFacts
 from txl.presets import preset
 from txl.units import duration, duration_text
 
+# Layers and width of the model; heads have width 32, the feed-forward layer is three times as wide.
 SHAPES = ((3, 96), (4, 128), (6, 192), (6, 256), (8, 384), (12, 512), (16, 768), (24, 1024))
-"""Number of layers and width of the model; heads have width 32, the feed-forward layer is three times as wide."""
 BATCHES = (16, 32, 64, 128, 256)
-SMALLEST = 50_000
-"""Least size of the training text in bytes; the rule was measured on texts of 180,000 bytes and more."""
+SMALLEST = 50_000  # bytes of training text; the rule was measured on texts of 180,000 bytes and more
 FEWEST_STEPS = 20
-
-A, ALPHA, B, PASSES = 17.0, 0.26, 92.0, 6.0
-"""Fitted. The expected loss is A / N**ALPHA + B / D**BETA, in nats per token above the part that no model can predict.
-After PASSES passes over the text, one more pass counts 1/e of the first."""
-BETA = 0.3
-"""The fitted runs have only two lengths, which any exponent fits equally well. In eight comparisons of three shapes at
-equal time, exponents of 0.2 to 0.35 choose a shape within 0.1% of the best. With 0.4 or more, the choice for ten
-minutes of text8 is too large, and 3.7% above the best (`python -m benchmarks.dial exponent`); seeds differ by 2%."""
-LANES = 64.0
-"""In n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes. Assumed. After ten minutes, 4
-layers of width 128 with 32 lanes need 0.995 (text8), 0.985 (Moby-Dick) and 1.009 times (One Billion Word) the bits of
-16 lanes (`results/dial-check-10-*.json`)."""
-MOST_WEIGHTS = 2.0
-"""Largest N that counts, in parameters per own token of the text. On 1.1 MB of text, 6 layers of width 192 (7
-parameters a token) need more bits than 4 layers of width 128 (2) in the same time, each with its better dropout rate
-(`results/dial-dropout.json`, `dial-check-10-moby-dick.json`)."""
-MOST_PASSES = 60
-"""Most passes over the text's own tokens; training ends then even if time is left. With dropout 0.2 the validation loss
-of the small text was still falling after 41 passes; longer runs were not measured."""
-DROPOUT = ((8, 0.0), (20, 0.1), (math.inf, 0.2))
-"""Most passes for which a dropout rate is the best, and the rate. Bits per byte with rates of 0, 0.1 and 0.2 after 7
-passes (text8): 1.59, 1.65; after 10 passes over 1.1 MB: 2.03, 1.92, 1.97; after 26 passes: 0.1 1.93, 0.2 1.91
-(`results/dial-check-10-vocabulary-text8-head.json`, `dial-dropout.json`)."""
-RATE, RATE_STEPS, RATE_FALLS = 4e-3, (300, 1200, 3600), 1 / 3
-"""Learning rate for 1,200 steps, and the power of the number of steps by which the rate falls from 300 to 3,600 steps.
-A rate of 8e-3 gave a loss 2.4% lower after 400 steps, and 2.8% higher after 1,200, than a rate of 4e-3. In runs of
-2,400 steps, rates from 2.8e-3 to 5.6e-3 give losses within 0.5%; the rule gives 3.2e-3 (decisions, 2026-11-27)."""
-ORDINARY = 3.0
-"""Compression factor of ordinary text; a text with a larger factor repeats itself and counts as a shorter text."""
-SURELY_PREPARED = 1e5
-"""Bytes per second at which any text is prepared in BPE tokens; only if this would take too long, a sample is timed.
-The slowest text measured, Chinese without spaces and marks, reached 200,000 on one busy core, English 430,000."""
-VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
-"""Size of the training text in bytes, and the size of the BPE vocabulary for smaller texts. With 4,096 instead of
-2,048, texts of 2 and 9.7 MB needed 0.4% and 1.6% fewer bits per byte after 2 minutes of one thread, and 0.7% and 1.0%
-fewer after 10; 8,192 were worse after 2 minutes (`results/dial-vocabulary-2.json`, `-10.json`). The size for smaller
-texts is undecided."""
-MOST_COPYING = 2000
-"""Most steps of a run that begins with heads that copy (`model.init induction`). With 3 layers of width 96 and 1,500 to
-1,600 steps they lower the bits per byte by 6 and 10% on two texts that repeat themselves. With 4 layers of width 128,
-on the standard library's sources, they change the bits per byte by -7.8% in a run of 900 steps, -2.3% in one of 1,200,
--0.9% in one of 1,500 and +0.7% in one of 2,400 (one seed). On prose they change little: an earlier form of them from
--0.6 to +0.3% (decisions, 2026-11-26 and 27)."""
-_EVALUATIONS, _EVALUATION_SHARE = 8, 0.05
-"""Number of evaluations in a run, and the largest share of the run's time that evaluations may take."""
+# Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps.
 AIM = 0.97
-"""Share of the minutes that is planned; the rest is for saving and for costs outside of the timed steps."""
+_EVALUATIONS, _EVALUATION_SHARE = 8, 0.05  # number in a run, and their largest share of its time
+
+# What was measured for each of the following is in docs/explanation/minutes.md.
+# The expected loss is A / N**ALPHA + B / D**BETA, in nats per token above the part that no model can predict.
+A, ALPHA, B, BETA = 17.0, 0.26, 92.0, 0.3
+PASSES = 6.0  # after so many passes over the text, one more counts 1/e of the first
+LANES = 64.0  # in n lanes a token counts (LANES + 16) / (LANES + n) times as much as in 16 lanes; assumed
+MOST_WEIGHTS = 2.0  # largest N that counts, in parameters per own token of the text
+MOST_PASSES = 60  # over the text's own tokens; training ends then even if time is left
+DROPOUT = ((8, 0.0), (20, 0.1), (math.inf, 0.2))  # most passes for which a dropout rate is the best, and the rate
+# Learning rate for 1,200 steps, and the power of the number of steps by which it falls from 300 to 3,600 steps.
+RATE, RATE_STEPS, RATE_FALLS = 4e-3, (300, 1200, 3600), 1 / 3
+ORDINARY = 3.0  # compression factor of ordinary text; a text with a larger factor counts as a shorter text
+# Bytes per second at which any text is prepared in BPE tokens; only if this would take too long, a sample is timed.
+SURELY_PREPARED = 1e5
+# Size of the training text in bytes, and the size of the BPE vocabulary for smaller texts.
+VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
+MOST_COPYING = 2000  # most steps of a run that begins with heads that copy (`model.init induction`)
 
 _Setting = TypeVar("_Setting")
 
@@ -187,42 +159,35 @@ def choose(
             choice = planned(regularised, text, seconds, measure(regularised), given)
         return choice
 
-    at = (0, 0)
-    best = tried(*at)
+    indices, best = (0, 0), tried(0, 0)
     if not math.isfinite(best.expected):
-        raise UserError("--minutes: this machine's memory is too small for the smallest model; give a smaller one")
+        problem = "this machine's memory is too small for the smallest model"
+        raise UserError(problem, field="minutes", remedy="give a smaller model")
     check_steps(best, seconds)  # of the smallest model; larger ones would be timed in vain
     while True:
-        larger = [(at[0] + 1, at[1]), (at[0], at[1] + 1)]
-        larger = [each for each in larger if each[0] < len(shapes) and each[1] < len(batches)]
-        choices = {each: tried(*each) for each in larger}
-        better = [
-            each
-            for each in larger
-            if choices[each].expected < best.expected and choices[each].run.train.steps >= FEWEST_STEPS
-        ]
-        if not better:
+        larger = [(indices[0] + 1, indices[1]), (indices[0], indices[1] + 1)]
+        choices = {(i, j): tried(i, j) for i, j in larger if i < len(shapes) and j < len(batches)}
+        choices = {key: choice for key, choice in choices.items() if choice.run.train.steps >= FEWEST_STEPS}
+        indices = min(choices, key=lambda key: choices[key].expected, default=(0, 0))
+        if not choices or choices[indices].expected >= best.expected:
             break
-        at = min(better, key=lambda each: choices[each].expected)
-        best = choices[at]
+        best = choices[indices]
     validate(best.run)
     return replace(best, tried=count)
 
 
 def _different(settings: Sequence[_Setting], configured_with: Callable[[_Setting], RunConfig]) -> list[_Setting]:
     """Return the settings without those that give the same configuration as the one before."""
-    runs = [configured_with(each) for each in settings]
-    return [each for i, each in enumerate(settings) if i == 0 or runs[i] != runs[i - 1]]
+    runs = [configured_with(setting) for setting in settings]
+    return [setting for i, setting in enumerate(settings) if i == 0 or runs[i] != runs[i - 1]]
 
 
 def check_steps(choice: ChosenRun, seconds: float) -> None:
     """Refuse a choice with too few steps; `seconds` is the time left for training and evaluations."""
     if choice.run.train.steps < FEWEST_STEPS:
-        raise UserError(
-            f"--minutes: {duration(max(0.0, seconds))} remain for training, and a step of the chosen model takes "
-            f"{choice.speed.step:.2g} s; expected time for {FEWEST_STEPS} steps or more; "
-            f"give more minutes, or close other programs"
-        )
+        problem = f"{duration(max(0.0, seconds))} remain for training, and a step takes {choice.speed.step:.2g} s"
+        remedy = "give more minutes, or close other programs"
+        raise UserError(problem, field="minutes", expected=f"time for {FEWEST_STEPS} steps or more", remedy=remedy)
 
 
 def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:
@@ -276,8 +241,8 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
         evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
     one = evaluated * speed.evaluated_token
     if "train.eval_every" in given:  # the last step is always evaluated, unless no step is
-        last, each = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
-        in_time = int((seconds - last) / (speed.step + each))
+        last, per_evaluation = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
+        in_time = int((seconds - last) / (speed.step + per_evaluation))
     else:
         in_time = int((seconds - _EVALUATIONS * one) / speed.step)
     useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))

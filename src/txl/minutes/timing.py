@@ -24,6 +24,11 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
     return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
 
 
+def step_seconds(run: RunConfig, vocab_size: int, device: str) -> float:
+    """Return the median time of three training steps of a new model, see `training_workload`."""
+    return timed(training_workload(run, vocab_size, device, must_compile=False)[1], 3, device)
+
+
 def seconds_of(step: Callable[[], None], device: str) -> float:
     """Return the time of one step in seconds, including its work on the device."""
     synchronize(device)
@@ -62,9 +67,8 @@ def training_workload(
     torch.manual_seed(0)
     model = model_to_train(run.model, vocab_size, device, train)
     if train.compile and (reason := compile_layers(model, device)) is not None and must_compile:
-        raise UserError(
-            f"--compile: there is no working compiler here ({reason}); install one, or leave the option out"
-        )
+        problem = f"there is no working compiler here ({reason})"
+        raise UserError(problem, field="train.compile", remedy="install one, or leave it out")
     optimizer = build_optimizer(model, train)
     shape = train.batch_size, train.segment * train.backprop_segments
     take_step = CapturedStep() if train.capture else training_step
