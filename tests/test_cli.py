@@ -337,36 +337,6 @@ def test_a_prompt_may_hold_an_undecodable_byte(unit, story, data_dir, tmp_path, 
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("unit", ["char", "word", "bpe"])
-def test_a_run_of_before_goes_on_with_the_text_as_it_read_it(unit, story, data_dir, tmp_path, capsys):
-    """An older config.json has no `word_rule` and `min_count` 1; the same command must use the same prepared text."""
-    (tmp_path / "story.txt").write_bytes(b"\xef\xbb\xbf" + story.read_bytes().replace(b"\n", b"\r\n"))
-    given = {"data.unit": unit, "data.vocab_size": "280", "train.steps": "4"}
-    as_before = {"data.normalise": "false", "data.min_count": "1"} | (
-        {"data.word_rule": "whitespace"} if unit == "word" else {}
-    )
-    run = small_run(str(tmp_path / "story.txt"), **given)
-    out, data = tmp_path / "run", tmp_path / "data"
-    txl.Trainer(small_run(str(tmp_path / "story.txt"), **given | as_before), out, data_dir=data, quiet=True).fit()
-    values = json.loads((out / "config.json").read_text())
-    del values["data"]["word_rule"], values["data"]["normalise"]
-    assert values["data"]["min_count"] == 1
-    (out / "config.json").write_text(json.dumps(values))
-    assert json.loads((out / "vocabulary.json").read_text())["format"] == 1
-    assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
-    before = json.loads(capsys.readouterr().out)
-    txl.Trainer(run, out, data_dir=data, quiet=True).fit()
-    assert len(list(data.iterdir())) == 1  # no corpus was prepared again
-    stored = RunDirectory(out).config().data
-    assert (stored.word_rule, stored.normalise) == ("whitespace" if unit == "word" else None, False)
-    assert main(["eval", str(out), "--json", "--data-dir", str(data)]) == 0
-    assert json.loads(capsys.readouterr().out)["nll"] == before["nll"]
-    with pytest.raises(UserError, match=r"data\.normalise false -> true"):
-        txl.Trainer(
-            small_run(str(tmp_path / "story.txt"), **given, **{"data.normalise": "true"}), out, data_dir=data
-        ).fit()
-
-
 def test_a_sliding_window_has_the_run_s_temperature_and_says_what_it_is(trained, data_dir, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
