@@ -10,6 +10,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ import txl
 from txl.errors import RunInterrupted, UserError
 from txl.processes import Processes, process_count, processes_of
 from txl.runs.directory import RunDirectory
+from txl.training.display import Display
 from txl.training.loop import _emptied
+from txl.training.snapshot import _restore_generators
 from txl.training.trainer import Trainer, _check_processes
 
 EXACT = {
@@ -301,6 +305,21 @@ def test_what_does_not_work_with_several_processes_is_refused(options, field):
         _check_processes(run, Processes(0, 2))
     assert refused.value.field == field
     _check_processes(run, Processes())  # a single process has nothing to divide
+
+
+def test_with_another_number_of_processes_each_process_draws_its_own_numbers():
+    def drawn(rank: int, step: int) -> list[float]:
+        setup: Any = SimpleNamespace(
+            trained=SimpleNamespace(processes=Processes(rank, 2)),
+            run=small_run("stdlib"),
+            display=Display("", "", 1, True),
+        )
+        with torch.random.fork_rng(devices=[]):
+            _restore_generators({"cpu": torch.get_rng_state()[None]}, setup, 1, step)
+            return torch.rand(3).tolist()
+
+    assert drawn(0, 7) == drawn(0, 7)
+    assert len({tuple(drawn(rank, step)) for rank in (0, 1) for step in (7, 8)}) == 4
 
 
 def test_lanes_that_cannot_be_divided_are_refused():
