@@ -22,7 +22,8 @@ def test_every_module_can_be_imported_first():
     packages = [name for name, path in MODULES.items() if path.name == "__init__.py" and " import " in path.read_text()]
     inside = [name for name in MODULES if name.rpartition(".")[0] in packages and name.startswith("txl.")]
     assert "txl.attention.shifted" in inside
-    names = [name for name in inside if "triton" not in name]  # which only CUDA builds of PyTorch have
+    # Only CUDA builds of PyTorch have triton; transformers is in an environment of its own.
+    names = [name for name in inside if name.count(".") > 1 and "triton" not in name]
     done = subprocess.run([sys.executable, "-c", FIRST, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
