@@ -102,7 +102,7 @@ def test_a_record_of_another_version_is_told_in_the_report(looked_at, tmp_path):
         (["--heads", "1:0"], "there is no head 1:0"),
         (["--layers", "9"], "there is no layer 9"),
         (["--checkpoint", "77"], "checkpoint is 77, but "),
-        (["--tokens", "1"], "tokens is 1"),
+        (["--tokens", "1"], "--tokens is 1"),
         (["--far", "999"], "--far is 999; expected 1 to"),
         (["--out", "FILE"], ": a file; expected a folder"),
         (["--out", "FILE/below"], "cannot be written (Not a directory)"),

@@ -32,7 +32,12 @@ def add_parser(commands: Commands) -> None:
     add_out(parser, "DIR", "where to write (default: DIR/attention)")
     parser.add_argument("--split", default="valid", metavar="NAME", help="train, valid or test (default: valid)")
     parser.add_argument(
-        "--tokens", type=number_or_all, default=100_000, metavar="N", help="tokens to read, or all (default: 100000)"
+        "--tokens",
+        dest="max_tokens",
+        type=number_or_all,
+        default=100_000,
+        metavar="N",
+        help="tokens to read, or all (default: 100000)",
     )
     parser.add_argument("--segment", type=int, metavar="T", help="tokens of each lane in one step")
     parser.add_argument("--batch", type=int, metavar="B", help="lanes: parts of the text that are read in parallel")
@@ -92,7 +97,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = Settings(
         segment=config.eval.segment if arguments.segment is None else arguments.segment,
         batch_size=config.eval.batch_size,
-        max_tokens=None if arguments.tokens == "all" else arguments.tokens,
+        max_tokens=None if arguments.max_tokens == "all" else arguments.max_tokens,
         **tested_lengths(arguments, config).options(),
     )
     plan = AttentionPlan(

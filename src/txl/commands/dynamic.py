@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.rule == "sgd":
         refuse_statistics(arguments, "")
     if arguments.tune_tokens is not None and arguments.tune_tokens < 2:
-        raise UserError(f"--tune-tokens is {arguments.tune_tokens}; expected 2 or more")
+        raise UserError(field="tune_tokens", value=arguments.tune_tokens, expected="2 or more")
     directory, config, checkpoint = run_to_read(arguments)
     from txl.allocator import keep_freed_memory
     from txl.evaluation.dynamic import Adaptation, adapt_with
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> None:
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in (static, adapted)]
     tuning = tuned.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)
-    refuse_divergence(adapted, "--learning-rates")
+    refuse_divergence(adapted, "learning_rates")
     for row in rows:
         record(directory, EventName.EVAL, checkpoint, **row)
     times_static = static.tokens_per_second / adapted.tokens_per_second

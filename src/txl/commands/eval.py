@@ -17,6 +17,7 @@ from txl.commands.evaluation_options import (
     dynamic_request,
     evaluation_settings,
     load_to_adapt,
+    refuse_together,
     refuse_with_sliding,
     with_cache,
     with_preset,
@@ -31,7 +32,7 @@ from txl.commands.evaluation_results import (
 from txl.commands.options import add_memory_options, add_run_options, numbers, positive
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.commands.parser import Commands
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import reason_of
 from txl.runs.events import EventName
 
@@ -135,10 +136,10 @@ def _finish(
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
     """Refuse options that exclude each other."""
-    if arguments.mem_lens is not None and arguments.mem_len is not None:
-        raise UserError("--mem-len and --mem-lens were both given; expected one of them")
+    refuse_together(arguments, "mem_lens", ("mem_len",))
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
-        raise UserError("--window with --mem-lens can only be none; without it each memory length is its own window")
+        expected = ("none with ", Field("mem_lens"), "; without it each memory length is its own window")
+        raise UserError(field="window", value=arguments.window, expected=expected)
     refuse_with_sliding(arguments)
 
 

@@ -15,7 +15,7 @@ from txl.commands.options import add_dtype, number_or_all, positive
 from txl.commands.output import say
 from txl.commands.parser import Options, Parser, typed
 from txl.config import AdaptationRule, AdaptedWeights, RunConfig, StatisticsName, same_length
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 if TYPE_CHECKING:
     from txl.data.vocabulary import Vocabulary
@@ -109,13 +109,11 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
 
     if arguments.dynamic_preset not in PUBLISHED:
         known = ", ".join(PUBLISHED)
-        raise UserError(f"--dynamic-preset is {arguments.dynamic_preset!r}; expected one of {known}")
+        raise UserError(field="dynamic_preset", value=arguments.dynamic_preset, expected=f"one of {known}")
     preset = PUBLISHED[arguments.dynamic_preset]
     if arguments.dynamic not in (None, preset.adaptation.rule):
-        raise UserError(
-            f"--dynamic {arguments.dynamic} and --dynamic-preset {arguments.dynamic_preset} were both given, but "
-            f"the preset's rule is {preset.adaptation.rule}; leave --dynamic out"
-        )
+        rule = f"the preset's rule is {preset.adaptation.rule}"
+        raise UserError(field="dynamic", value=arguments.dynamic, but=rule, remedy="leave it out")
     values: dict[str, Any] = {name: getattr(preset, name) for name in _LENGTHS}
     if arguments.mem_len is not None:  # --mem-len without --window sets the window too
         values["window"] = same_length(arguments.mem_len, arguments.window)
@@ -130,28 +128,26 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
 
 def dynamic_request(arguments: argparse.Namespace) -> DynamicRequest | None:
     """Return the dynamic evaluation that the options request; None without `--dynamic`."""
-    given = {
-        name: value for name, value in vars(arguments).items() if name.startswith("dynamic_") and value is not None
-    }
+    options = {name: value for name, value in vars(arguments).items() if name.startswith("dynamic_")}
+    options = {name.removeprefix("dynamic_"): value for name, value in options.items() if value is not None}
     if arguments.dynamic is None:
-        if given:
-            raise UserError(f"--{next(iter(given)).replace('_', '-')} was given without --dynamic rms or sgd")
+        if options:
+            problem = (Field(f"dynamic_{next(iter(options))}"), " was given without ", Field("dynamic"), " rms or sgd")
+            raise UserError(problem)
         return None
-    for name in ("sliding", "mem_lens"):
-        if getattr(arguments, name) is not None:
-            raise UserError(f"--dynamic and --{name.replace('_', '-')} were both given; expected one of them")
+    refuse_together(arguments, "dynamic", ("sliding", "mem_lens"))
     if arguments.dynamic_learning_rate is None:
-        raise UserError("--dynamic needs --dynamic-learning-rate; txl dynamic finds it on the validation split")
+        needed = (Field("dynamic"), " needs ", Field("dynamic_learning_rate"))
+        raise UserError(needed, remedy="txl dynamic finds it on the validation split")
     if arguments.dynamic == "sgd":
         refuse_statistics(arguments, "dynamic_")
     from txl.evaluation.dynamic import Adaptation
 
     names = ("learning_rate", "decay", "epsilon", "statistics", "weights")
-    settings = {name: given[f"dynamic_{name}"] for name in names if f"dynamic_{name}" in given}
     return DynamicRequest(
-        Adaptation(arguments.dynamic, **settings),
+        Adaptation(arguments.dynamic, **{name: options[name] for name in names if name in options}),
         segments_read(arguments.dynamic_statistics_segments),
-        given.get("dynamic_statistics_batch", BATCH),
+        options.get("statistics_batch", BATCH),
     )
 
 
@@ -180,10 +176,9 @@ def load_to_adapt(
 
 def refuse_statistics(arguments: argparse.Namespace, prefix: str) -> None:
     """Refuse options of gradient statistics, which sgd does not use."""
-    names = [f"{prefix}{name}" for name in ("epsilon", "statistics", "statistics_batch", "statistics_segments")]
-    given = [name for name in names if getattr(arguments, name, None) is not None]
-    if given:
-        raise UserError(f"--{given[0].replace('_', '-')} was given, but sgd takes no gradient statistics")
+    for name in ("epsilon", "statistics", "statistics_batch", "statistics_segments"):
+        if getattr(arguments, f"{prefix}{name}", None) is not None:
+            raise UserError((Field(f"{prefix}{name}"), " was given, but sgd takes no gradient statistics"))
 
 
 def add_cache_options(parser: Parser) -> None:
@@ -197,11 +192,16 @@ def add_cache_options(parser: Parser) -> None:
 def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel | ContinuousCache:
     """Return the model, wrapped in a continuous cache if the options request one."""
     names = ("cache_size", "cache_theta", "cache_lambda")
-    missing = [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name) is None]
+    missing = [name for name in names if getattr(arguments, name) is None]
     if len(missing) == len(names):
         return model
     if missing:
-        raise UserError(f"a continuous cache needs {' and '.join(missing)} too; txl cache finds theta and lambda")
+        needed = (
+            "a continuous cache needs ",
+            Field(missing[0]),
+            *((" and ", Field(missing[1])) if missing[1:] else ()),
+        )
+        raise UserError((*needed, " too"), remedy="txl cache finds theta and lambda")
     from txl.models.cache import ContinuousCache
 
     return ContinuousCache(model, *(getattr(arguments, name) for name in names))
@@ -230,16 +230,22 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
 
 def refuse_with_sliding(arguments: argparse.Namespace) -> None:
     """Refuse options of memory and segments together with a sliding window, which has neither."""
-    for name in ("mem_len", "mem_lens", "window", "segment"):
-        if arguments.sliding is not None and getattr(arguments, name, None) is not None:
-            raise UserError(f"--sliding and --{name.replace('_', '-')} were both given; a sliding window has none")
+    refuse_together(arguments, "sliding", ("mem_len", "mem_lens", "window", "segment"))
+
+
+def refuse_together(arguments: argparse.Namespace, name: str, others: Sequence[str]) -> None:
+    """Refuse an option together with one of others, which contradict it."""
+    for other in others:
+        if getattr(arguments, name) is not None and getattr(arguments, other, None) is not None:
+            raise UserError((Field(name), " and ", Field(other), " were both given"), expected="one of them")
 
 
 def refuse_tuned_split(arguments: argparse.Namespace) -> None:
     """Refuse to measure the split that settings are tuned on."""
     if arguments.split == arguments.tune_on:
         raise UserError(
-            f"--split and --tune-on both name the split {arguments.split}; tune on another split than the measured one"
+            (Field("split"), " and ", Field("tune_on"), f" both name the split {arguments.split}"),
+            remedy="tune on another split than the measured one",
         )
 
 

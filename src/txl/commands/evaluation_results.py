@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from txl.commands.evaluation_options import DynamicRequest
 from txl.commands.output import print_table, progress_bar
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 if TYPE_CHECKING:
     from txl.data.prepared import Corpus
@@ -57,19 +57,18 @@ def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
     }
 
 
-def refuse_divergence(result: EvaluationResult, option: str = "--dynamic-learning-rate") -> EvaluationResult:
-    """Return the result; refuse it if the adapted weights diverged (`option` sets the learning rate)."""
+def refuse_divergence(result: EvaluationResult, field: str = "dynamic_learning_rate") -> EvaluationResult:
+    """Return the result; refuse it if the adapted weights diverged (`field` sets the learning rate)."""
     if math.isnan(result.nll):
-        raise UserError(f"the weights diverged while adapting; use a smaller {option}")
+        raise UserError("the weights diverged while adapting", remedy=("use a smaller ", Field(field)))
     return result
 
 
 def refuse_not_a_number(losses: list[float], checkpoint: Path) -> None:
     """Refuse losses that are not numbers: the weights are damaged, or training diverged."""
     if any(math.isnan(loss) for loss in losses):
-        raise UserError(
-            f"{checkpoint}: losses are not numbers: training diverged or the file is damaged; use another checkpoint"
-        )
+        problem = "losses are not numbers: training diverged or the file is damaged"
+        raise UserError(problem, value=checkpoint, remedy="use another checkpoint")
 
 
 def print_rows(rows: Sequence[Evaluation]) -> None:

@@ -20,7 +20,7 @@ from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, 
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.commands.parser import Commands
 from txl.config import TransformerXLConfig
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def _clamps(directories: list[RunDirectory], option: int | Literal["none"] | Non
     """Return the clamp of each run: that of the option if the model's scores depend on distance, else the run's."""
     configs = [directory.config() for directory in directories]
     if option not in (None, "none") and not any(config.model.tells_distances for config in configs):
-        raise UserError(f"--clamp-len is {option}, but none of these models uses relative distances")
+        raise UserError(field="clamp_len", value=option, but="none of these models uses relative distances")
     return [clamp_setting(option if config.model.tells_distances else None, config) for config in configs]
 
 
@@ -162,9 +162,9 @@ def _windows(directories: list[RunDirectory], option: int | Literal["none"]) -> 
     """Return the window of each run: that of the option for a Transformer-XL, "none" for other models."""
     have_one = [isinstance(directory.config().model, TransformerXLConfig) for directory in directories]
     if option != "none" and option < 1:
-        raise UserError(f"--window is {option}; expected 1 key or more, or none")
+        raise UserError(field="window", value=option, expected="1 key or more, or none")
     if option != "none" and not any(have_one):
-        raise UserError(f"--window is {option}, but no model here is a Transformer-XL")
+        raise UserError(field="window", value=option, but="no model here is a Transformer-XL")
     return [option if has_one else "none" for has_one in have_one]
 
 
@@ -190,15 +190,15 @@ def _lengths(arguments: argparse.Namespace) -> range:
     from txl.evaluation.effective_context import check_fractions
 
     if arguments.longest < 2 * arguments.step:
-        raise UserError(
-            f"--longest is {arguments.longest} and --step {arguments.step}; expected two context lengths or more"
-        )
+        expected = ("two context lengths or more, that is twice ", Field("step", arguments.step))
+        raise UserError(field="longest", value=arguments.longest, expected=expected)
     if arguments.longest % arguments.step:
-        raise UserError(f"--longest is {arguments.longest}; expected a multiple of --step, {arguments.step}")
+        expected = ("a multiple of ", Field("step", arguments.step))
+        raise UserError(field="longest", value=arguments.longest, expected=expected)
     for r in arguments.r:
         check_fractions(r, arguments.threshold)
         if arguments.r.count(r) > 1:
-            raise UserError(f"--r has {r} twice; expected different fractions, each a column of the table")
+            raise UserError((Field("r"), f" has {r} twice"), expected="different fractions, each a column of the table")
     return range(arguments.step, arguments.longest + 1, arguments.step)
 
 
@@ -209,7 +209,8 @@ def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range
     if n_token - longest < arguments.targets:
         raise UserError(
             f"{arguments.targets} targets behind {longest} tokens do not fit into the {n_token:,} tokens of the "
-            f"{arguments.split} split; lower --targets or --longest"
+            f"{arguments.split} split",
+            remedy=("lower ", Field("targets"), " or ", Field("longest")),
         )
     return spread_targets(n_token, longest, arguments.targets, arguments.step)
 

@@ -58,7 +58,7 @@ def add_parser(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Generate samples, measure them, write the three files, and print the measures."""
     if arguments.seed < 0:
-        raise UserError(f"--seed is {arguments.seed}; expected 0 or more")
+        raise UserError(field="seed", value=arguments.seed, expected="0 or more")
     from txl.generation.sampling import Sampling
 
     sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)

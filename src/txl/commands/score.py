@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> None:
     note_lacking(vocabulary, arguments.prompt)
     normalise = vocabulary.normalise if arguments.normalise is None else arguments.normalise
     if normalise and vocabulary.kind == "byte":
-        raise UserError("--normalise is given, but this model reads bytes, which are never changed; leave it out")
+        raise UserError("--normalise is given, but this model reads bytes, which are never changed")
     rows = surprisals(
         with_cache(model, arguments),
         vocabulary,
