@@ -122,11 +122,6 @@ def _speaks_in_options(path: Path) -> bool:
 TO_CONVERT = {
     "txl.attention.backends",
     "txl.attention.refused",
-    "txl.data.corpora",
-    "txl.data.download",
-    "txl.data.prepare",
-    "txl.data.prepared",
-    "txl.data.public",
     "txl.interop.conversion",
     "txl.interop.export_run",
     "txl.interop.import_run",

@@ -173,7 +173,7 @@ def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10
     message = str(error.value)
     assert "\n" not in message
     assert server.url() in message
-    assert "--source" in message
+    assert "data.source" in message
     assert not folder.exists() or list(folder.iterdir()) == []
     return message
 

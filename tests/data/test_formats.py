@@ -82,7 +82,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("what", FORMATS)
-def test_a_file_that_is_no_text_is_refused_by_name_wherever_a_text_is_read(what, trained, tmp_path, capsys):
+def test_a_file_that_is_no_text_is_refused_by_name(what, tmp_path):
     path = tmp_path / "novel.txt"
     path.write_bytes(FORMATS[what])
     said = f"{path}: {what.strip()}"
@@ -93,6 +93,14 @@ def test_a_file_that_is_no_text_is_refused_by_name_wherever_a_text_is_read(what,
     with pytest.raises(UserError, match=r"novel\.txt: "):
         text_facts(str(path))  # the beginning of --minutes
     assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
+    path.with_suffix(".txt.gz").write_bytes(gzip.compress(FORMATS[what]))
+    assert f"novel.txt.gz: {what.strip()}" in refusal(f"{path}.gz", tmp_path / "data", "byte")
+
+
+def test_commands_refuse_a_file_that_is_no_text_wherever_a_text_is_read(trained, tmp_path, capsys):
+    path = tmp_path / "novel.txt"
+    path.write_bytes(FORMATS["a PDF"])
+    said = f"{path}: a PDF"
     for words in (["train", "stdlib-tiny", "--dry-run"], ["train", "--minutes", "1"], ["eval", str(trained)]):
         assert main([*words, "--corpus", str(path), "--data-dir", str(tmp_path / "data")]) == 2
         assert f"txl: error: {said}" in capsys.readouterr().err
@@ -100,8 +108,6 @@ def test_a_file_that_is_no_text_is_refused_by_name_wherever_a_text_is_read(what,
     assert f"txl: error: {said}" in capsys.readouterr().err
     assert main(["generate", str(trained), "--prompt-file", str(path)]) == 2
     assert f"txl: error: {said}" in capsys.readouterr().err
-    path.with_suffix(".txt.gz").write_bytes(gzip.compress(FORMATS[what]))
-    assert f"novel.txt.gz: {what.strip()}" in refusal(f"{path}.gz", tmp_path / "data", "byte")
 
 
 def test_the_library_refuses_them_too(trained, tmp_path):

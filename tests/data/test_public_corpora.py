@@ -382,10 +382,11 @@ def test_lm1b_has_its_own_vocabulary_and_boundaries(boundary, tmp_path, monkeypa
 def test_lm1b_settings_that_do_not_go_are_refused(tmp_path, monkeypatch):
     stand_in(monkeypatch, "lm1b")
     source = lm1b_source(tmp_path / "source")
-    with pytest.raises(UserError, match=r"data\.boundary is start; expected one of end, both"):
-        txl.open_corpus("lm1b", source=source, data_dir=tmp_path, boundary="start")
-    with pytest.raises(UserError, match=r"data\.max_words is set, but lm1b has a fixed vocabulary"):
-        txl.open_corpus("lm1b", source=source, data_dir=tmp_path, config=DataConfig(unit="word", max_words=5))
+    for field, value in (("boundary", "start"), ("max_words", 5)):
+        config = dataclasses.replace(DataConfig(unit="word"), **{field: value})
+        with pytest.raises(UserError) as caught:
+            txl.open_corpus("lm1b", source=source, data_dir=tmp_path, config=config)
+        assert (caught.value.field, caught.value.value) == (f"data.{field}", value)
     (source / "1b_word_vocab.txt").write_text("just\nwords\n")
     with pytest.raises(UserError, match=r"a word vocabulary needs <S>; expected One Billion Word's 1b_word_vocab\.txt"):
         txl.open_corpus("lm1b", source=source, data_dir=tmp_path / "data", quiet=True)
@@ -424,8 +425,9 @@ def test_a_public_corpus_in_another_models_vocabulary(tmp_path, monkeypatch):
 
 
 def test_a_source_for_what_needs_none_is_refused(tmp_path):
-    with pytest.raises(UserError, match="data.source is set, but stdlib is not fetched from anywhere; leave it out"):
+    with pytest.raises(UserError) as caught:
         txl.open_corpus("stdlib", source=tmp_path, data_dir=tmp_path, quiet=True)
+    assert (caught.value.field, caught.value.value) == ("data.source", str(tmp_path))
 
 
 def test_known_numbers_agree_with_each_other():

@@ -53,7 +53,8 @@ class BpeVocabulary(Vocabulary):
     def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
         """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges."""
         if vocab_size < 257:
-            raise UserError(f"data.vocab_size is {vocab_size}; expected 257 or more (256 bytes and merges of them)")
+            expected = "257 or more (256 bytes and merges of them)"
+            raise UserError(field="data.vocab_size", value=vocab_size, expected=expected)
         tokenizer = byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,

@@ -24,7 +24,7 @@ from txl.data.standard_library import stdlib_files, stdlib_pieces
 from txl.data.user_text import find_files, refuse_no_text, user_pieces
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
-from txl.errors import UserError, did_you_mean
+from txl.errors import Field, UserError, did_you_mean
 from txl.files import JsonObject, absolute, cache_folder, refuse_file
 
 __all__ = [
@@ -77,7 +77,7 @@ def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
     usual = DataConfig()
     for name, (is_used, why) in uses.items():
         if not is_used and f"data.{name}" in given and getattr(data, name) != getattr(usual, name):
-            raise UserError(f"data.{name} is set, but {why}; leave it out")
+            raise UserError(field=f"data.{name}", value=getattr(data, name), but=why, remedy="leave it out")
 
 
 def known_vocabulary_size(config: DataConfig) -> int | None:
@@ -152,14 +152,17 @@ def open_corpus(
         source = None if source is None else Path(os.path.expanduser(source))
         return PublicCorpus(BENCHMARKS[name], config, folder, source, vocabulary, quiet).open()
     if source is not None:
-        raise UserError(f"data.source is set, but {config.corpus} is not fetched from anywhere; leave it out")
+        but = f"{config.corpus} is not fetched from anywhere"
+        raise UserError(field="data.source", value=str(source), but=but, remedy="leave it out")
     return _open_own(config, vocabulary, folder, quiet, whole)
 
 
 def _named(name: str, whole: bool) -> str:
     """Return the name of a corpus, or the absolute path of the user's own text; refuse `whole` for a named corpus."""
     if not name:
-        raise UserError("no corpus is named (an imported model has none of its own); give --data.corpus NAME_OR_PATH")
+        raise UserError(
+            "no corpus is named (an imported model has none of its own)", remedy=("give ", Field("data.corpus"))
+        )
     name = absolute_path(name)
     if whole and is_named(name):
         raise UserError(f"{name} has the splits {', '.join(SPLITS)}; the split {WHOLE} exists only for your own text")

@@ -12,7 +12,7 @@ from typing import Any
 
 from txl.data.benchmarks import Download
 from txl.data.progress import DownloadBar, say
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import file_sha256, follow_umask, write_whole
 
 TRIES = 3
@@ -46,10 +46,8 @@ def fetch(
             return folder
         except _Unavailable as error:
             failures.append(str(error))
-    raise UserError(
-        f"cannot download: {'; '.join(failures)}; try again later, or fetch the files yourself and give their folder "
-        f"with --source"
-    )
+    by_hand = ("try again later, or fetch the files yourself and give their folder with ", Field("data.source"))
+    raise UserError(f"cannot download: {'; '.join(failures)}", remedy=by_hand)
 
 
 class _Unavailable(Exception):

@@ -5,6 +5,7 @@ Shapes: B lanes, T tokens of a segment.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ from torch import Tensor
 from txl.data.prepared import Sentences, Tokens
 from txl.errors import UserError
 from txl.files import JsonObject
+
+_SCAN = 1 << 24  # tokens searched for boundaries at a time
 
 
 @dataclass(frozen=True)
@@ -147,32 +150,18 @@ class LaneStream:
 class SentenceStream(LaneStream):
     """A corpus of separate sentences, shuffled for every epoch and then cut into lanes like running text.
 
-    The order depends on seed and epoch alone, so that a saved `StreamPosition` is enough to continue. Sentences follow
-    one another without a gap, so that memory carries over from each sentence to the next.
-
-    Args:
-        tokens: token ids with `sentences` set (`txl.data.prepared.Tokens`).
-        batch_size: number of lanes B.
-        segment: number of tokens T of a segment.
-        random_segments: as for `LaneStream`.
-        seed: seed of the sentence orders and of the random segment lengths.
-        shift: as for `LaneStream`.
+    The tokens have `sentences` set (`txl.data.prepared.Tokens`); the other arguments are those of `LaneStream`. The
+    order depends on seed and epoch alone, so that a saved `StreamPosition` is enough to continue. Sentences follow one
+    another without a gap, so that memory carries over from each sentence to the next.
     """
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        batch_size: int,
-        segment: int,
-        *,
-        random_segments: bool = False,
-        seed: int = 0,
-        shift: int = 0,
-    ):
-        assert tokens.sentences is not None
-        super().__init__(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
-        self._edges = sentence_edges(tokens, tokens.sentences)
-        self._shuffled: tuple[int, _Rearranged] | None = None  # cache: the epoch read last
+    @functools.cached_property
+    def _edges(self) -> np.ndarray:
+        assert isinstance(self._tokens, Tokens)
+        assert self._tokens.sentences is not None
+        return sentence_edges(self._tokens, self._tokens.sentences)
+
+    _shuffled: tuple[int, _Rearranged] | None = None  # the epoch read last
 
     def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
         if self._shuffled is None or self._shuffled[0] != epoch:
@@ -191,9 +180,9 @@ def training_stream(
     shift: int = 0,
 ) -> LaneStream:
     """Return the stream for training on a split: separate sentences are shuffled, running text keeps its order."""
-    if isinstance(tokens, Tokens) and tokens.sentences is not None:
-        return SentenceStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
-    return LaneStream(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
+    is_separate = isinstance(tokens, Tokens) and tokens.sentences is not None
+    kind = SentenceStream if is_separate else LaneStream
+    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
 
 
 def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndarray:
@@ -229,10 +218,6 @@ def splitmix64(values: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
-
-
-_SCAN = 1 << 24
-"""Number of tokens searched for boundaries at a time."""
 
 
 class _Rearranged:

@@ -13,17 +13,19 @@ import json
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from txl.config import DataConfig, WordRule
 from txl.data.blocks import Blocks, Normaliser, decoded, naming, whole_words
 from txl.data.characters import ByteVocabulary, CharVocabulary
-from txl.data.counting import SymbolCounter, WordCounter, bpe_vocabulary
+from txl.data.counting import bpe_vocabulary, word_vocabulary
 from txl.data.located import SentenceMarks
 from txl.data.pieces import Piece, Pieces
 from txl.data.prepared import (
@@ -39,13 +41,14 @@ from txl.data.prepared import (
 from txl.data.progress import say
 from txl.data.vocabulary import Vocabulary
 from txl.data.words import EOS, UNK, holds_word, words_and_ends
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, is_full, make_scratch
 
 StageProgress = Callable[[str, int, int | None], None]
 """Function that receives the name of the stage, the bytes of text newly processed, and all bytes (None: unknown)."""
-STALE_AFTER = 86_400.0
-"""Age in seconds from which a half-prepared directory is taken for the remains of a killed process."""
+STALE_AFTER = 86_400.0  # seconds after which a half-prepared directory is taken for the remains of a killed process
+_ELSEWHERE = ("choose another ", Field("data_dir"))
+MOST_WORDS = 16_000_000  # different words that are held in memory (about 2 GB)
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def prepared_before(directory: Path, name: str, quiet: bool) -> Corpus | None:
     except UserError as error:
         shutil.rmtree(directory, ignore_errors=True)
         if directory.exists():
-            raise UserError(f"{error}, and it cannot be removed; choose another --data-dir") from None
+            raise UserError((error, ", and it cannot be removed"), remedy=_ELSEWHERE) from None
         say(f"note: {error}; preparing {name} anew", quiet)
         return None
 
@@ -126,8 +129,8 @@ def stamps_of(files: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 def not_written(what: str, folder: Path, error: OSError) -> UserError:
     """Return the error for a folder that could not be written to."""
-    remedy = "free the disk or choose another --data-dir" if is_full(error) else "choose another --data-dir"
-    return UserError(f"{what} {folder} failed: {error.strerror or error}; nothing was kept; {remedy}")
+    remedy = ("free the disk or ", *_ELSEWHERE) if is_full(error) else _ELSEWHERE
+    return UserError(f"{what} {folder} failed: {error.strerror or error}; nothing was kept", remedy=remedy)
 
 
 def prepare(
@@ -160,7 +163,7 @@ def prepare(
         directory.parent.mkdir(parents=True, exist_ok=True)
         _sweep(directory.parent)
         temporary = make_scratch(directory.parent, directory.name)
-        meta = _Preparation(temporary, pieces(), recipe, progress).write(name)
+        meta = _build(temporary, name, pieces(), recipe, progress)
         if check is not None:
             check(meta)
         write_meta(temporary, meta)
@@ -232,137 +235,104 @@ class _Reader:
                     yield np.insert(ids, marks.places(ids), marks.eos_id) if vocabulary.boundary else ids, done
 
 
-class _Preparation:
-    """Writer of the files of one prepared corpus."""
+def _build(directory: Path, name: str, pieces: Pieces, recipe: Recipe, progress: StageProgress) -> JsonObject:
+    """Write the vocabulary, token files and texts of a corpus, and return its record."""
+    vocabulary = recipe.vocabulary
+    if vocabulary is None:
+        vocabulary = _make_vocabulary([piece for split in recipe.counted for piece in pieces[split]], recipe, progress)
+    text = json.dumps(vocabulary.to_json(), ensure_ascii=False)
+    (directory / "vocabulary.json").write_text(text, encoding="utf-8")
+    readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
+    splits = {split: _write_split(directory, split, reader, vocabulary, progress) for split, reader in readers.items()}
+    for split, record in splits.items():
+        if record["tokens"] == 0:
+            raise UserError(f"{name}: the {split} split is empty", expected="some text")
+    vocabulary_hash = vocabulary_sha256(vocabulary)
+    hashes = [f"{split} {record['sha256_tokens']}" for split, record in splits.items()]
+    return {
+        "format": META_FORMAT,
+        "name": name,
+        "unit": vocabulary.kind,
+        "vocabulary_size": len(vocabulary),
+        "splits": splits,
+        **recipe.record,
+        **_normalised([reader.normaliser for reader in readers.values() if reader.normaliser is not None]),
+        "sha256_vocabulary": vocabulary_hash,
+        "identity": hashlib.sha256("\n".join([vocabulary.kind, vocabulary_hash, *hashes]).encode()).hexdigest(),
+    }
 
-    def __init__(self, directory: Path, pieces: Pieces, recipe: Recipe, progress: StageProgress):
-        self._directory, self._recipe, self._progress = directory, recipe, progress
-        self._readers = {split: _Reader(parts, recipe) for split, parts in pieces.items()}
-        self._records: dict[str, JsonObject] = {}
-        """Record of each split that is written."""
 
-    def write(self, name: str) -> JsonObject:
-        """Write the vocabulary, token files and texts, and return the corpus's record."""
-        if self._recipe.vocabulary is not None:
-            vocabulary = self._recipe.vocabulary
-        else:
-            vocabulary = self._number_words() if self._recipe.unit == "word" else self._count_symbols()
-        text = json.dumps(vocabulary.to_json(), ensure_ascii=False)
-        (self._directory / "vocabulary.json").write_text(text, encoding="utf-8")
-        for split, reader in self._readers.items():
-            if split not in self._records:
-                self._write_split(split, reader.encoded(vocabulary), vocabulary)
-            if self._records[split]["tokens"] == 0:
-                raise UserError(f"{name}: the {split} split is empty; expected some text")
-        splits = {split: self._records[split] for split in self._readers}
-        vocabulary_hash = vocabulary_sha256(vocabulary)
-        hashes = [f"{split} {record['sha256_tokens']}" for split, record in splits.items()]
-        return {
-            "format": META_FORMAT,
-            "name": name,
-            "unit": vocabulary.kind,
-            "vocabulary_size": len(vocabulary),
-            "splits": splits,
-            **self._recipe.record,
-            **self._normalised(),
-            "sha256_vocabulary": vocabulary_hash,
-            "identity": hashlib.sha256("\n".join([vocabulary.kind, vocabulary_hash, *hashes]).encode()).hexdigest(),
-        }
+def _normalised(normalisers: list[Normaliser]) -> JsonObject:
+    """Return the numbers of byte order marks and line ends changed by normalising, for the record."""
+    marks = sum(normaliser.byte_order_marks for normaliser in normalisers)
+    line_ends = sum(normaliser.line_ends for normaliser in normalisers)
+    return {"normalised": {"byte_order_marks": marks, "line_ends": line_ends}} if marks or line_ends else {}
 
-    def _normalised(self) -> JsonObject:
-        """Return the numbers of byte order marks and line ends changed by normalising, for the record."""
-        normalisers = [reader.normaliser for reader in self._readers.values() if reader.normaliser is not None]
-        marks = sum(normaliser.byte_order_marks for normaliser in normalisers)
-        line_ends = sum(normaliser.line_ends for normaliser in normalisers)
-        return {"normalised": {"byte_order_marks": marks, "line_ends": line_ends}} if marks or line_ends else {}
 
-    def _write_split(
-        self, split: str, encoded: Iterable[tuple[np.ndarray, int]], vocabulary: Vocabulary | None
-    ) -> None:
-        """Write a split's token file, and the text if it is kept.
+def _write_split(
+    directory: Path, split: str, reader: _Reader, vocabulary: Vocabulary, progress: StageProgress
+) -> JsonObject:
+    """Write a split's token file, and the text if it is kept; return the split's record."""
+    with ExitStack() as files:
+        writer = TokenWriter(directory / f"{split}.tokens", token_dtype(len(vocabulary)), vocabulary.unk_id)
+        files.enter_context(writer)
+        if keeps_text(split, vocabulary):
+            reader.keep = files.enter_context(open(directory / f"{split}.text", "wb")).write
+        for ids, done in reader.encoded(vocabulary):
+            writer.write(ids)
+            progress(f"encoding {split}", done, reader.size)
+    return {
+        "tokens": writer.tokens,
+        "bytes": reader.n_bytes,
+        "unknown": writer.unknown,
+        "sha256_tokens": writer.sha256,
+        "sha256_text": reader.hash.hexdigest(),
+    }
 
-        Without a vocabulary, the tokens are provisional word numbers (see `WordCounter`).
-        """
-        reader, doing, unk_id = self._readers[split], f"counting words of {split}", None
-        dtype = np.dtype("<u4")
-        if vocabulary is not None:
-            doing, dtype, unk_id = f"encoding {split}", token_dtype(len(vocabulary)), vocabulary.unk_id
-        with ExitStack() as files:
-            writer = files.enter_context(TokenWriter(self._directory / f"{split}.tokens", dtype, unk_id))
-            if keeps_text(split, vocabulary):
-                reader.keep = files.enter_context(open(self._directory / f"{split}.text", "wb")).write
-            for ids, done in encoded:
-                writer.write(ids)
-                self._progress(doing, done, reader.size)
-        self._records[split] = {
-            "tokens": writer.tokens,
-            "bytes": reader.n_bytes,
-            "unknown": writer.unknown,
-            "sha256_tokens": writer.sha256,
-            "sha256_text": reader.hash.hexdigest(),
-        }
 
-    def _number_words(self) -> Vocabulary:
-        """Build a word vocabulary, and write the splits that it is counted from."""
-        counter, recipe = WordCounter(), self._recipe
-        rule, min_count = self._how_words_are_cut()
-        for split in recipe.counted:
-            reader = self._readers[split]
-            numbered = (
-                (counter.add(words_and_ends(text, EOS, rule)), done)
-                for piece in reader.pieces
-                for text, done in whole_words(piece, reader.blocks(piece))
-            )
-            self._write_split(split, numbered, None)
-        vocabulary, ids = counter.vocabulary(min_count, recipe.max_words, rule, recipe.normalise)
-        for split in recipe.counted:
-            path, numbers = self._directory / f"{split}.tokens", self._directory / f"{split}.numbers"
-            os.rename(path, numbers)
-            dtype = token_dtype(len(vocabulary))
-            with TokenWriter(path, dtype, vocabulary.unk_id) as writer, open(numbers, "rb") as file:
-                while block := file.read(1 << 22):
-                    writer.write(ids[np.frombuffer(block, dtype="<u4")])
-            numbers.unlink()
-            self._records[split] |= {"unknown": writer.unknown, "sha256_tokens": writer.sha256}
-        return vocabulary
+def _make_vocabulary(pieces: list[Piece], recipe: Recipe, progress: StageProgress) -> Vocabulary:
+    """Return the vocabulary of the pieces of the training text, in the unit of the recipe."""
+    reader = _Reader(pieces, recipe)
+    counts: Counter[Any] = Counter()  # in the order of first occurrence
+    if recipe.unit == "byte":
+        if not recipe.closed:
+            return ByteVocabulary()
+        for block in (block for piece in pieces for block in reader.blocks(piece)):
+            counts.update(block)
+            progress("counting bytes", len(block), reader.size)
+        return ByteVocabulary([value for value, _ in counts.most_common()])
+    if recipe.unit == "char":
+        for text, done in reader.texts():
+            counts.update(text)
+            progress("counting characters", done, reader.size)
+        characters = [character for character, _ in counts.most_common()] if recipe.closed else sorted(counts)
+        return CharVocabulary(characters, unknown=not recipe.closed, normalise=recipe.normalise)
+    if recipe.unit == "word":
+        rule, min_count = _how_words_are_cut(recipe, pieces)
+        for piece in pieces:
+            for text, done in whole_words(piece, reader.blocks(piece)):
+                counts.update(words_and_ends(text, EOS, rule))
+                progress("counting words", done, reader.size)
+                if len(counts) > MOST_WORDS:
+                    problem = f"the training text has more than {MOST_WORDS:,} different words"
+                    raise UserError(problem, remedy="use the unit bpe or char for it")
+        return word_vocabulary(counts, min_count, recipe.max_words, rule, recipe.normalise)
 
-    def _how_words_are_cut(self) -> tuple[WordRule, int]:
-        """Return the word rule and `min_count`, as configured or derived from the text (see `Recipe.word_rule`)."""
-        recipe = self._recipe
-        if recipe.word_rule is not None and recipe.min_count is not None:
-            return recipe.word_rule, recipe.min_count
-        pieces = [piece for split in recipe.counted for piece in self._readers[split].pieces]
-        has_unknown, has_hyphen = (
-            holds_word((block for piece in pieces for block in piece.blocks()), word) for word in (UNK, "@-@")
-        )
-        rule: WordRule = "whitespace" if has_unknown or has_hyphen else "punctuation"
-        return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)
+    def texts() -> Iterator[str]:
+        for text, done in reader.texts():
+            progress("reading for BPE tokens", done, reader.size)
+            yield text
+        progress("learning BPE tokens", 0, None)  # the library learns after it has read everything
 
-    def _count_symbols(self) -> Vocabulary:
-        """Build the vocabulary of bytes, characters or BPE tokens."""
-        recipe, progress = self._recipe, self._progress
-        pieces = [piece for split in recipe.counted for piece in self._readers[split].pieces]
-        reader = _Reader(pieces, recipe)
-        if recipe.unit == "byte":
-            if not recipe.closed:
-                return ByteVocabulary()
-            counter = SymbolCounter(256)
-            for block in (block for piece in pieces for block in reader.blocks(piece)):
-                counter.add(np.frombuffer(block, dtype=np.uint8))
-                progress("counting bytes", len(block), reader.size)
-            return ByteVocabulary(counter.most_frequent_first())
-        if recipe.unit == "char":
-            counter = SymbolCounter(0x110000)
-            for text, done in reader.texts():
-                counter.add(np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32))
-                progress("counting characters", done, reader.size)
-            codes = counter.most_frequent_first() if recipe.closed else counter.sorted()
-            return CharVocabulary(map(chr, codes), unknown=not recipe.closed, normalise=recipe.normalise)
+    return bpe_vocabulary(pieces, recipe.vocab_size, texts(), recipe.normalise)
 
-        def texts() -> Iterator[str]:
-            for text, done in reader.texts():
-                progress("reading for BPE tokens", done, reader.size)
-                yield text
-            progress("learning BPE tokens", 0, None)  # the library learns after it has read everything
 
-        return bpe_vocabulary(pieces, recipe.vocab_size, texts(), recipe.normalise)
+def _how_words_are_cut(recipe: Recipe, pieces: list[Piece]) -> tuple[WordRule, int]:
+    """Return the word rule and `min_count`, as configured or derived from the text (see `Recipe.word_rule`)."""
+    if recipe.word_rule is not None and recipe.min_count is not None:
+        return recipe.word_rule, recipe.min_count
+    has_unknown, has_hyphen = (
+        holds_word((block for piece in pieces for block in piece.blocks()), word) for word in (UNK, "@-@")
+    )
+    rule: WordRule = "whitespace" if has_unknown or has_hyphen else "punctuation"
+    return recipe.word_rule or rule, recipe.min_count or (1 if has_unknown else 2)

@@ -26,7 +26,7 @@ from txl.data.located import bytes_before, located_tokens
 from txl.data.pieces import BLOCK, Piece
 from txl.data.vocabularies import load_vocabulary
 from txl.data.vocabulary import Vocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, file_sha256, read_json, write_whole
 
 if TYPE_CHECKING:
@@ -353,4 +353,4 @@ def _not_read(error: OSError, directory: Path) -> UserError:
     what = f"{error.filename or directory}: {error.strerror}"
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP):
         return UserError(what)  # no regular file is there
-    return NotRead(f"{what}; choose another --data-dir" if isinstance(error, PermissionError) else what)
+    return NotRead(what, remedy=("choose another ", Field("data_dir")) if isinstance(error, PermissionError) else "")

@@ -18,7 +18,7 @@ from txl.data.prepared import META_FORMAT, Corpus
 from txl.data.progress import preparing, say
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
-from txl.errors import UserError
+from txl.errors import Field, UserError
 from txl.files import JsonObject, reason_of
 
 
@@ -55,7 +55,8 @@ class PublicCorpus:
         benchmark, recipe = self.benchmark, self._recipe(None)
         cut_down = cut_down_by(self.config) if self.config.unit == "word" else []
         if benchmark.sentences and cut_down:
-            raise UserError(f"data.{cut_down[0]} is set, but {benchmark.name} has a fixed vocabulary; leave it out")
+            but, name = f"{benchmark.name} has a fixed vocabulary", cut_down[0]
+            raise UserError(field=f"data.{name}", value=getattr(self.config, name), but=but, remedy="leave it out")
         settings = recipe.settings() | {"strip": self._strips, "verify": self.config.verify}
         settings |= {"boundary": self.config.boundary} if benchmark.sentences else {}
         key = hashlib.sha256(json.dumps([META_FORMAT, benchmark.name, settings], sort_keys=True).encode()).hexdigest()
@@ -105,7 +106,8 @@ class PublicCorpus:
             return self._prepare(downloads, directory)
         except _NotTheCorpus as error:
             forget(downloads)
-            raise UserError(f"{error}; the download was removed, so that the same command fetches it anew") from None
+            anew = "the download was removed, so that the same command fetches it anew"
+            raise UserError((error,), remedy=anew) from None
 
     def _prepare(self, source: Path, directory: Path) -> Corpus:
         benchmark = self.benchmark
@@ -117,7 +119,7 @@ class PublicCorpus:
                     raise UserError(f"{error.filename or source}: cannot be read ({reason_of(error)})") from None
                 raise not_written(f"getting {benchmark.name} into", self.folder, error) from None
             except UserError as error:
-                raise _NotTheCorpus(str(error)) from None
+                raise _NotTheCorpus((error,)) from None
             wrong = file_differences(benchmark, parts)
             # Other differences are told better by the counts of tokens.
             self._judge([text for part, text in wrong.items() if part in ("all", "vocabulary") or benchmark.cuts])
@@ -189,8 +191,8 @@ class PublicCorpus:
         where = "the download" if self.source is None else self.source
         what = f"{where} is not {self.benchmark.name}: {'; '.join(differences)}"
         if self.config.verify:
-            hint = "; for your own text in this layout, set --verify false" if self.source else ""
-            raise _NotTheCorpus(what + hint)
+            hint = ("for your own text in this layout, set ", Field("data.verify", False)) if self.source else ""
+            raise _NotTheCorpus(what, remedy=hint)
         say(f"note: {what}", self.quiet)
 
 
