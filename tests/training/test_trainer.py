@@ -291,13 +291,10 @@ def test_passes_over_the_text_begin_later_if_they_shall(options, shift, story, d
     assert [streams[0]._begin(epoch) for epoch in range(3)] == [0, shift, 2 * shift % 8]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(
-    optimizer, story, data_dir, tmp_path, monkeypatch
-):
+def test_a_run_stopped_twice_over_several_epochs_with_parts_and_random_segments(story, data_dir, tmp_path, monkeypatch):
     options = {
-        "train.steps": "40", "train.segment": "500", "train.micro_batches": "2", "train.random_segments": "true",
-        "train.optimizer": optimizer, "train.weight_decay": "0.01", "model.untie_r": "true",
+        "train.steps": "28", "train.segment": "500", "train.micro_batches": "2", "train.random_segments": "true",
+        "train.optimizer": "muon", "train.weight_decay": "0.01", "model.untie_r": "true", "train.eval_every": "0",
     }  # fmt: skip
     run = small_run(str(story), **options)
     train(run, tmp_path / "whole", data_dir)
