@@ -26,7 +26,7 @@ from txl.models.language_model import LanguageModel, State
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What of a model's attention is averaged, and what is shown in the text. Layers and heads count from 0."""
+    """Choice of the attention that is averaged and that is shown in the text. Layers and heads count from 0."""
 
     layers: Sequence[int] | None = None
     """Numbers of the layers; None: all."""

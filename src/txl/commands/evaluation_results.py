@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,17 +32,29 @@ def collect_statistics(
     arguments: argparse.Namespace,
 ) -> GradientStatistics | None:
     """Return gradient statistics of the training split, read with the settings of the evaluation; None for sgd."""
-    from txl.evaluation.dynamic import statistics_with
+    from txl.evaluation.dynamic import gradient_statistics
     from txl.runs.corpus import training_tokens
 
     if request.adaptation.rule == "sgd":
         return None
     quiet = arguments.json
     tokens = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=quiet)
-    settings = replace(settings, batch_size=request.statistics_batch_size)
     progress, move = progress_bar("gradient statistics of the train split", quiet=quiet)
     with progress:
-        return statistics_with(model, tokens, settings, request.adaptation.weights, request.statistics_segments, move)
+        return gradient_statistics(
+            model,
+            tokens,
+            weights=request.adaptation.weights,
+            segments=request.statistics_segments,
+            segment=settings.segment,
+            mem_len=settings.mem_len,
+            window=settings.window,
+            clamp_len=settings.clamp_len,
+            batch_size=request.statistics_batch_size,
+            dtype=settings.dtype,
+            temperature=settings.temperature,
+            progress=move,
+        )
 
 
 def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:

@@ -296,22 +296,8 @@ def gradient_statistics(
         progress: called with the number of targets read so far and their total number.
     """
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, dtype=dtype, temperature=temperature)
-    return statistics_with(model, tokens, settings, weights, segments, progress)
-
-
-def statistics_with(
-    model: LanguageModel,
-    tokens: TokenIds,
-    settings: Settings,
-    weights: str,
-    segments: int | None,
-    progress: Progress | None = None,
-) -> GradientStatistics:
-    """Return `gradient_statistics` for the settings of the evaluation that will use them."""
     if segments is not None and segments < 1:
         raise UserError(field="statistics_segments", value=segments, expected="1 or more")
-    # Full lanes alone: the statistics are of segments as training reads them, not of every target.
-    settings = replace(settings, max_tokens=None, exhaustive=False)
     parameters = adapted_parameters(model, weights)
     copied = _copied(model, parameters).own_model
     named = dict(copied.named_parameters())

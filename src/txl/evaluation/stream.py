@@ -49,27 +49,17 @@ Step = Callable[
 
 @dataclass(frozen=True)
 class Settings:
-    """How a text is read: the one value that all evaluations share."""
+    """Settings by which a text is read, one value for all evaluations; the fields are those of `txl.evaluate`."""
 
     segment: int = 128
-    """Number of tokens T of each lane in one step."""
     mem_len: int | None = None
-    """Number of memory positions; None: the model's configuration."""
     window: Limit = None
-    """Number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), as the authors'
-    `same_length`, otherwise the model's configuration. "none": all keys in memory and segment."""
     clamp_len: Limit = None
-    """Largest distance that the model tells apart; None: the model's configuration; "none": no clamp."""
     batch_size: int = 10
-    """Number of lanes B."""
     max_tokens: int | None = None
-    """Number of tokens to read from the beginning of the stream; None: all."""
     exhaustive: bool = False
-    """True: also score the targets that the lanes would drop."""
     dtype: str = "float32"
-    """"float32" (the dtype of the weights), or "bfloat16" for autocast."""
     temperature: float = 1.0
-    """Softmax temperature X: probabilities are proportional to p^(1/X)."""
 
     def __post_init__(self) -> None:
         for name in ("segment", "batch_size"):

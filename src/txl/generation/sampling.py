@@ -69,28 +69,20 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How texts are generated: the one value behind `generate`, `generate_samples` and `generate_tokens`."""
+    """Options by which texts are generated, one value; the fields are those of `txl.generate` and `generate_tokens`."""
 
     max_tokens: int
-    """Number of tokens to generate."""
     samples: int = 1
-    """Number of continuations B. Sample b of seed s is the only sample of seed s + b."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
-    """Seed of the first sample; None: a new random seed at each call."""
     stop: Sequence[str] = ()
-    """Strings at which a text ends; they are not part of the text."""
     forbid_unknown: bool = False
-    """True: never draw `<unk>`. False: draw it only if it is a word of the training text (see `undrawable`)."""
     mem_len: int | None = None
     window: Limit = None
     clamp_len: Limit = None
-    """Lengths as in `LanguageModel.init_state`."""
     dtype: torch.dtype | None = None
     compile: bool = True
-    """As in `DecodeEngine`."""
     detokenise: Convention | None = None
-    """Convention by which the training text was tokenised, which is undone in the text; None: the text stays."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "samples"):
