@@ -16,7 +16,7 @@ from txl.cli import main
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.language_model import Objective
+from txl.models.loss import Objective
 from txl.native.build import compiled_code
 from txl_lab.speed.operations import forward_operations, matmul_rate
 

@@ -11,7 +11,7 @@ from txl.attention.equations import sinusoid
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.induction import previous_token_bias
+from txl.models.initial_weights import previous_token_bias
 from txl.models.transformer_xl import RelativeMultiHeadAttention
 
 CONFIG = TransformerXLConfig(
@@ -75,11 +75,12 @@ def test_the_first_head_attends_to_the_previous_token_whatever_the_words(untie_r
     assert isinstance(first, RelativeMultiHeadAttention)
     real = first.attend
 
-    def attend(query, key, value, position, u, v, scope, dropout=0.0):
+    def attend(operands, scope, dropout=0.0):
         # The value of a key is its position, so that the output is the mean position attended to.
-        places = torch.arange(key.shape[1], dtype=value.dtype)[None, :, None, None].expand_as(value)
-        seen.append(real(query, key, places, position, u, v, scope, dropout)[..., 0])
-        return real(query, key, value, position, u, v, scope, dropout)
+        value = operands.value
+        places = torch.arange(value.shape[1], dtype=value.dtype)[None, :, None, None].expand_as(value)
+        seen.append(real(operands._replace(value=places), scope, dropout)[..., 0])
+        return real(operands, scope, dropout)
 
     first.attend = attend
     with torch.no_grad():

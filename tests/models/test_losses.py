@@ -16,8 +16,7 @@ from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, VanillaCon
 from txl.data.lanes import LaneStream
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.language_model import Objective
-from txl.models.vanilla import layer_counts
+from txl.models.loss import Objective, layer_counts
 from txl.runs.directory import RunDirectory
 from txl.training.estimate import parameters_by_part
 from txl.training.optimisers import build_optimizer

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl.config import TrainConfig, validate
 from txl.data.lanes import LaneStream
 from txl.errors import UserError
-from txl.models.language_model import Objective
+from txl.models.loss import Objective
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build
 from txl.presets import preset

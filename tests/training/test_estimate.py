@@ -15,6 +15,7 @@ from txl.models import build_model
 from txl.native import build
 from txl.presets import presets
 from txl.training.averaging import WeightAverage
+from txl.training.budget import peak_bytes
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import build_optimizer, optimizer_tensors
 from txl.training.step import StepInputs, training_step
@@ -106,8 +107,8 @@ RECURRENT_CASES = {
     },
 }  # fmt: skip
 TOLERANCE = 0.15
-KEPT_BY_LIBRARY = 20 * 2**20
-"""Most bytes that oneDNN keeps for products in bfloat16, for models of any size; 17 MB on an EPYC with AVX512-BF16."""
+KEPT_BY_LIBRARY = 22 * 2**20
+"""Most bytes that oneDNN keeps for products in bfloat16, for models of any size; 17 to 19 MB on EPYCs with AVX512-BF16."""
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs /proc and glibc's mallopt")
@@ -155,33 +156,10 @@ def test_the_optimiser_keeps_what_its_kind_keeps(options):
     assert estimate(run, 256).memory_bytes["optimiser"] == sum(each.nbytes for each in kept)
 
 
-LANES, N_TOKEN, N_LAYER, WIDTH, INNER = 3, 5, 2, 14, 11
-DROPOUTS = {
-    # Numbers per token that dropout keeps in addition, not locked and locked: a mask, which locked dropout shares among
-    # positions, and the output where the next operation needs it.
-    "dropout_inner": (2 * N_LAYER * INNER, N_LAYER * INNER),
-    "dropout_embed": (WIDTH, 0),
-    "dropout_out": (WIDTH, 0),
-    "dropout_latent": (2 * 7 * WIDTH, 7 * WIDTH),
-}
-
-
-@pytest.mark.parametrize("name", DROPOUTS)
-@pytest.mark.parametrize("locked", [False, True])
-def test_each_dropout_counts_by_its_own_rate(name, locked):
-    options = {
-        "model.n_layer": str(N_LAYER), "model.d_model": str(WIDTH), "model.d_inner": str(INNER), "model.n_softmax": "7",
-        "train.batch_size": str(2 * LANES), "train.micro_batches": "2", "train.segment": str(N_TOKEN),
-        "model.locked_dropout": str(locked).lower(),
-    }  # fmt: skip
-
-    def activations(general: str, own: str) -> int:
-        rates = {f"model.{each}": general for each in ("dropout", *DROPOUTS)} | {f"model.{name}": own}
-        return estimate(with_options(RunConfig(), options | rates), 17).memory_bytes["activations"]
-
-    expected = 4 * LANES * N_TOKEN * DROPOUTS[name][locked]
-    assert activations("0", "0.5") - activations("0", "0") == expected
-    assert activations("0.5", "none") - activations("0.5", "0") == expected  # none: the general rate
+def test_layers_beyond_the_third_are_like_the_third():
+    """Only two and three layers are traced; a run of five keeps as much as two steps from three to four would add."""
+    run = with_options(RunConfig(), SHAPE | {"model.cutoffs": "100", "train.batch_size": "2", "model.n_layer": "5"})
+    assert estimate(run, 256).total_bytes == pytest.approx(peak_bytes(run, 256), rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["enwik8-12L", "enwik8-24L"])

@@ -9,7 +9,7 @@
 | training on an NVIDIA GPU, `flex` | `SegmentPhases.attend` | `flex.py` |
 | segments without gradients, CPU with a compiler | `reading_attention` | `native/attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
-| one token without gradients on a CPU with a compiler | `read_token` | `models/compiled_step.py`, `decode.cpp` |
+| one token without gradients on a CPU with a compiler | `_read_token` | `models/transformer_xl.py`, `decode.cpp` |
 | one token of many streams on a CPU with a compiler | `CompiledStep` | `generation/steps.py`, `decode.cpp` |
 | one token of many streams elsewhere; on CUDA as a graph | `StaticStep` | `generation/steps.py` |
 | Transformers without memory, which have term (a) alone | `causal_attention` | `backends.py` |
@@ -28,7 +28,7 @@ hook or is of another class, all modules are called, and none of the one-token f
 | `triton_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
 | `SegmentPhases.attend` | yes | no | no | no | first | float32, bfloat16 |
 | `reading_attention` | yes | yes | no | - | no | float32, bfloat16 |
-| `read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
+| `_read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
 | `StaticStep` | yes | yes | no | - | no | every dtype |
 """
 

@@ -38,7 +38,7 @@ from txl.generation.steps import CompiledStep, DrawSettings, MemorySlots, Module
 from txl.models.language_model import LanguageModel
 from txl.models.memory import Memory
 from txl.models.structure import evaluation_view
-from txl.models.transformer_xl import TransformerXL, frozen_structure
+from txl.models.transformer_xl import TransformerXL
 
 _MOST_DRAWINGS = 1000  # draw settings in the cache: a server's clients may choose any number of them
 _logger = logging.getLogger(__name__)
@@ -103,17 +103,17 @@ class DecodeEngine:
         # In their own dtype the weights are shared, and the engine notices if they change; a converted copy cannot.
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
-        structure = frozen_structure(model if converted is None else self.model)
+        frozen = (model if converted is None else self.model).freeze()
         with torch.inference_mode():
             state = self.model.init_state(1, mem_len, window, clamp_len)
-            self.reader = Reader(self.model, structure, state.lengths)
+            self.reader = Reader(self.model, frozen, state.lengths)
             shape, like = self.model.config, self.reader.like
             # A hook or a foreign module must be called, which rings of projected keys and values would bypass.
-            if structure.outsider is None:
+            if frozen.outsider is None:
                 self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
-                self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile, structure)
+                self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile)
             else:
-                _logger.warning("decoding calls the model's modules for one stream at a time: %s", structure.outsider)
+                _logger.warning("decoding calls the model's modules for one stream at a time: %s", frozen.outsider)
                 self._slots = MemorySlots(max_streams, like.device)
                 self._step = ModuleStep(self.model, self._slots)
         self.compiled = isinstance(self._step, CompiledStep)

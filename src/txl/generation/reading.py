@@ -15,8 +15,8 @@ from txl.config import Lengths
 from txl.devices import sent
 from txl.errors import UserError
 from txl.models.memory import Memory, Projections
-from txl.models.structure import Structure
-from txl.models.transformer_xl import TransformerXL, frozen_structure
+from txl.models.structure import Frozen
+from txl.models.transformer_xl import TransformerXL
 
 # Tokens of a prompt read at once: between two segments other streams take steps, and scores stay small.
 PROMPT_SEGMENT = 128
@@ -48,15 +48,15 @@ class Reader:
 
     Args:
         model: model that reads.
-        structure: record of the model when the engine was made.
+        frozen: record of the model when the engine was made.
         lengths: memory lengths used by every stream.
     """
 
-    def __init__(self, model: TransformerXL, structure: Structure, lengths: Lengths):
-        self.model, self.lengths, self._structure = model, lengths, structure
-        self.calls_modules = structure.outsider is not None
+    def __init__(self, model: TransformerXL, frozen: Frozen, lengths: Lengths):
+        self.model, self.lengths, self._frozen = model, lengths, frozen
+        self.calls_modules = frozen.outsider is not None
         """True: the model's modules must be called, and no state can be saved as a `StreamState`."""
-        self._views: dict[int, Structure] = {}
+        self._views: dict[int, Frozen] = {}
         self._positions: tuple[Tensor, ...] | None = None
 
     @property
@@ -67,9 +67,9 @@ class Reader:
     def check_weights(self) -> None:
         """Raise an error if the model has changed since the engine was made."""
         # If all modules are called, their hooks run too, even hooks that were added later.
-        if not self._structure.holds(hooks=not self.calls_modules):
+        if not self._frozen.holds(hooks=not self.calls_modules):
             raise UserError(
-                f"the model's weights have changed since the engine was made ({self._structure.change()}); make a new "
+                f"the model's weights have changed since the engine was made ({self._frozen.change()}); make a new "
                 f"engine"
             )
 
@@ -116,14 +116,14 @@ class Reader:
             # NaN, so that code that needs hidden states cannot compute plausible but wrong numbers.
             unknown = self.like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
             keys, values = (tuple(layer[:, None, newest] for layer in kind) for kind in (state.keys, state.values))
-            held = Projections(self._structure_of(view or self.model), None, keys, values, self._positions_of(empty))
+            held = Projections(self._frozen_view(view or self.model), None, keys, values, self._positions_of(empty))
         return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
-    def _structure_of(self, view: TransformerXL) -> Structure:
-        """Return a view's structure, cached: a view reuses only keys and values marked with its own structure."""
+    def _frozen_view(self, view: TransformerXL) -> Frozen:
+        """Return a view's record, cached: a view reuses only keys and values that carry its own record."""
         known = self._views.get(id(view))
         if known is None or known.model is not view or not known.holds():
-            known = self._views[id(view)] = frozen_structure(view)
+            known = self._views[id(view)] = view.freeze()
         return known
 
     def _positions_of(self, empty: Memory) -> tuple[Tensor, ...]:

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from txl.devices import Captured, runs_ahead, sent
 from txl.generation.sampling import Sampling, chances, permitted
-from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
+from txl.models.compiled_step import LayerWeights, caches_of, places_of
 from txl.models.memory import Memory
-from txl.models.structure import Structure
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.build import library
 from txl.native.operations import MOST_ROWS, sums_dtype
@@ -296,13 +295,11 @@ class ModuleStep:
         return state
 
 
-def make_step(
-    model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool, structure: Structure
-) -> StaticStep | CompiledStep:
+def make_step(model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool) -> StaticStep | CompiledStep:
     """Make the compiled step if it is requested, and library and model allow it; else the static step."""
     device = slots.keys[0].device.type
-    if compile and device == "cpu" and model.backend.compiled_step and library() is not None:
-        weights = layer_weights(model, structure)
+    if compile and device == "cpu" and library() is not None:
+        weights = model.compiled_weights()
         if weights is not None:
             return CompiledStep(model, slots, clamp_len, weights)
     return StaticStep(model, slots, clamp_len, captured=compile and device == "cuda")

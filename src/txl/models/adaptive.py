@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from txl.config import ModelConfig
 from txl.devices import runs_ahead
@@ -101,7 +102,7 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
         """Embed tokens; on a GPU with shapes that do not depend on the tokens, so that the host never waits."""
-        if self.split and runs_ahead(tokens):
+        if self.split and (runs_ahead(tokens) or isinstance(tokens, FakeTensor)):
             return self.of_every_cluster(tokens)
         if not self.split:
             embedded = F.embedding(tokens, self.tables[0])

@@ -26,7 +26,8 @@ from torch import Tensor
 from txl.config import Lengths, Limit
 from txl.errors import UserError
 from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.language_model import EVERY_TARGET, CacheSettings, LanguageModel, Objective, State
+from txl.models.language_model import CacheSettings, LanguageModel, State
+from txl.models.loss import EVERY_TARGET, Objective
 
 MAX_SCORES = 1 << 24
 """Largest number of products h_t . h_i that exist at a time."""

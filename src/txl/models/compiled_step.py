@@ -1,6 +1,7 @@
-"""One-token steps through all layers in the compiled library.
+"""One-token steps through all layers in the compiled library: the weights and the buffers, as it reads them.
 
-Functions here return None where the library cannot be used; PyTorch then computes the same result.
+`TransformerXL.compiled_weights` and the decode engine use this; where the library cannot be used, PyTorch computes the
+same result.
 
 Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer.
 """
@@ -8,24 +9,22 @@ Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.attention.backends import Backend
 from txl.config import TransformerXLConfig
-from txl.models.memory import Memory, ProjectedSegment, Projections
-from txl.models.structure import Structure
 from txl.native.build import library
-from txl.native.operations import MOST_ROWS, WEIGHT_SUFFIXES, sums_dtype
-from txl.native.tensors import Count, Pointer, readable
+from txl.native.operations import WEIGHT_SUFFIXES
+from txl.native.tensors import Count, Pointer
 
 _MOST_D = 512  # MOST_D in decode.cpp
 _Pointers = ctypes.Array[ctypes.c_void_p]
 
+# Names of a layer's weights in the order of `Layer` in decode.cpp, which reads them as one array of pointers, with
+# shapes: A is H*D, E d_model, F d_inner. u and v follow.
 WEIGHTS = {
     "attention.q_proj.weight": "AE",
     "attention.k_proj.weight": "AE",
@@ -40,18 +39,8 @@ WEIGHTS = {
     "feed_forward.norm.weight": "E",
     "feed_forward.norm.bias": "E",
 }
-"""Names of a layer's weights in the order of `Layer` in decode.cpp, with shapes: A is H*D, E d_model, F d_inner."""
+# Names of the weights in `Gains` of decode.cpp, with `qk_norm`. A step gets the projected R already normalised.
 _GAINS = {"attention.q_norm.weight": "D", "attention.k_norm.weight": "D"}
-"""Names of the weights in `Gains` of decode.cpp, with `qk_norm`. A step gets the projected R already normalised."""
-
-
-class _TransformerXL(Protocol):
-    """The parts of `TransformerXL` used here; the class itself cannot be imported, as its module imports this one."""
-
-    config: TransformerXLConfig
-    backend: Backend
-    layers: nn.ModuleList
-    _parameters: dict[str, nn.Parameter | None]
 
 
 class _Model(ctypes.Structure):
@@ -75,12 +64,12 @@ class Places(ctypes.Structure):
 
 
 class LayerWeights:
-    """Addresses of a model's weights for the library, made by `layer_weights`; valid as long as `structure` holds."""
+    """Addresses of a model's weights for the library, made by `layer_weights`; valid while the model is unchanged."""
 
-    def __init__(self, config: TransformerXLConfig, tensors: list[Tensor], gains: list[Tensor], structure: Structure):
+    def __init__(self, config: TransformerXLConfig, tensors: list[Tensor], gains: list[Tensor]):
         compiled = library()
         assert compiled is not None
-        self.tensors, self.structure = [*tensors, *gains], structure
+        self.tensors = [*tensors, *gains]
         self.dtype = tensors[0].dtype
         self._run = getattr(compiled, f"txl_step_{WEIGHT_SUFFIXES[self.dtype]}")
         self._addresses, self._gains = _addresses(tensors), _addresses(gains)
@@ -108,25 +97,26 @@ class LayerWeights:
         )
 
 
-def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights | None:
+def layer_weights(
+    config: TransformerXLConfig, layers: Iterable[nn.Module], shared: nn.Module | None
+) -> LayerWeights | None:
     """Return the layers of a Transformer-XL for the library; None if the library cannot compute them.
 
-    The library does not support learned distances, devices other than the CPU, weights of several dtypes or unexpected
-    shapes, or a replaced attention function.
+    The library does not support learned distances, devices other than the CPU, or weights of several dtypes or
+    unexpected shapes.
 
     Args:
-        model: model without hooks, made of this package's own modules.
-        structure: record of the model, whose `outsider` is None.
+        config: configuration of the model.
+        layers: layers without hooks, made of this package's own modules.
+        shared: module with the u and v of all layers; None: the attention of each layer has its own.
     """
-    config = model.config
     if config.encoding != "relative" or config.d_head > _MOST_D:
         return None
     sizes = {"A": config.n_head * config.d_head, "D": config.d_head, "E": config.d_model, "F": config.d_inner}
     names = WEIGHTS | (_GAINS if config.qk_norm else {})
     weights: list[tuple[Tensor | None, tuple[int, ...]]] = []
     gains: list[tuple[Tensor | None, tuple[int, ...]]] = []
-    for layer in model.layers:
-        attention = layer.get_submodule("attention")
+    for layer in layers:
         for name, shape in names.items():
             path, _, last = name.rpartition(".")
             owner = layer.get_submodule(path)
@@ -134,24 +124,23 @@ def layer_weights(model: _TransformerXL, structure: Structure) -> LayerWeights |
             if unknown_bias or getattr(owner, "eps", config.layer_norm_eps) != config.layer_norm_eps:
                 return None
             kind = gains if name in _GAINS else weights
+            # From `_parameters`: the attribute may be computed by a parametrization, at another address each time.
             kind.append((owner._parameters.get(last), tuple(sizes[letter] for letter in shape)))
-        if attention.attend is not model.backend:
-            return None
-        biases = attention if config.untie_r else model
-        weights += [(biases._parameters[name], (config.n_head, config.d_head)) for name in ("u", "v")]
+        biases = layer.get_submodule("attention") if shared is None else shared
+        weights += [(biases._parameters.get(name), (config.n_head, config.d_head)) for name in ("u", "v")]
     tensors, shapes = zip(*weights, *gains, strict=True)
-    present = [each for each in tensors if each is not None]
+    present = [tensor for tensor in tensors if tensor is not None]
     if len(present) < len(tensors) or len(present) != config.n_layer * (len(names) + 2):
         return None
     dtype = present[0].dtype
-    alike = all(each.dtype == dtype and each.device.type == "cpu" and each.is_contiguous() for each in present)
-    if not alike or dtype not in WEIGHT_SUFFIXES or tuple(each.shape for each in present) != shapes:
+    alike = all(tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in present)
+    if not alike or dtype not in WEIGHT_SUFFIXES or tuple(tensor.shape for tensor in present) != shapes:
         return None
-    return LayerWeights(config, present[: len(weights)], present[len(weights) :], structure)
+    return LayerWeights(config, present[: len(weights)], present[len(weights) :])
 
 
 def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
-    addresses = [None if each is None else each.data_ptr() for each in tensors]
+    addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     return (Pointer * len(addresses))(*addresses)
 
 
@@ -166,7 +155,7 @@ def caches_of(
         positions: W_kR R, [H,L,D], one per layer.
     """
     entries = [None] * len(keys) if hidden is None else hidden
-    return _addresses([each for layer in zip(keys, values, entries, positions, strict=True) for each in layer])
+    return _addresses([tensor for layer in zip(keys, values, entries, positions, strict=True) for tensor in layer])
 
 
 def places_of(
@@ -200,39 +189,3 @@ def places_of(
     )
     places.indices = (lanes, at, seen)
     return places
-
-
-def read_token(
-    model: _TransformerXL, hidden: Float[Tensor, "B T E"], state: Memory, held: Projections
-) -> tuple[Float[Tensor, "B T E"], Memory] | None:
-    """Return h^N and the next memory from h^0, for one token in each lane; None where PyTorch must compute them."""
-    if (
-        hidden.shape[:2].numel() > MOST_ROWS
-        or hidden.shape[1] != 1
-        or not readable(hidden)
-        or torch.is_autocast_enabled("cpu")
-        or library() is None
-    ):
-        return None
-    weights = held.buffers and held.buffers.compiled
-    if not isinstance(weights, LayerWeights) or weights.structure is not held.structure:
-        weights = layer_weights(model, held.structure)
-    kept = (hidden, state.hidden[0], held.keys[0], held.positions[0])
-    if weights is None or any(each.dtype != weights.dtype for each in kept):
-        return None
-    segment = ProjectedSegment(state.hidden, held, 1)
-    segment.reserve()
-    segment.buffers.compiled = weights
-    n_lane, entries, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
-    filled = state.filled or (state.length,) * n_lane
-    window = state.length + 1 if state.lengths.window is None else state.lengths.window
-    at = torch.full((n_lane,), segment.end - 1, device="cpu")
-    seen = torch.tensor([min(count + 1, window) for count in filled], dtype=torch.int64, device="cpu")
-    through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
-    lanes = torch.arange(n_lane, device="cpu")
-    weights.step(
-        through,
-        caches_of(keys, values, entries, held.positions),
-        places_of(keys[0], entries[0], held.positions[0], state.lengths.clamp_len, lanes, at, seen),
-    )
-    return through.to(hidden.dtype)[:, None], state.after_projected(segment)

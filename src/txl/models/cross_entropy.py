@@ -120,7 +120,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _losses_and_sums(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[Tensor, Tensor]:
-    if compiled and serves(logits, targets):
+    if compiled and type(logits) is Tensor and serves(logits, targets):
         return losses_and_sums(logits, targets)
     losses, greatest = _pytorch_s(logits, targets), logits.amax(dim=1)
     return losses, torch.stack([greatest, losses + (logits.gather(1, targets[:, None]).squeeze(1) - greatest)], dim=1)
@@ -128,7 +128,7 @@ def _losses_and_sums(logits: Tensor, targets: Tensor, compiled: bool) -> tuple[T
 
 def _gradient_over(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor, compiled: bool) -> Tensor:
     """Return (softmax - onehot(target)) times the gradient of the loss, written over the logits."""
-    if compiled and serves(logits, targets):
+    if compiled and type(logits) is Tensor and serves(logits, targets):
         write_gradient(logits, targets, sums, above, out=logits)
         return logits
     gradient = logits.sub_(sums[:, :1]).sub_(sums[:, 1:]).exp_()

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
+from functools import partial
 from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from txl.config import Lengths, Limit, LossName, ModelConfig, TrainConfig
+from txl.config import Lengths, Limit, LossName, ModelConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl.models.costs import LayerCosts
-from txl.models.cross_entropy import at_least_float32, nll_at_temperature
-from txl.models.language_model import EVERY_TARGET, LanguageModel, Objective, StateT, TailRows
+from txl.models.cross_entropy import nll_at_temperature
+from txl.models.initial_weights import init_weights
+from txl.models.language_model import LanguageModel, StateT
 from txl.models.layers import make_dropout, use_compiled_layers, word_mask
+from txl.models.loss import EVERY_TARGET, AuxiliaryHeads, Objective, TailRows, training_terms
 from txl.models.mixture import MixtureOfSoftmaxes
 
 
@@ -42,6 +44,8 @@ class FamilyModel(LanguageModel[StateT]):
     """True: layers are compiled for any segment length from the start; None: once a second length occurs."""
     regularises_dropped = False
     """True: `activation_reg` squares the final hidden states after dropout; False: before dropout."""
+    auxiliary: AuxiliaryHeads | None
+    """Classifiers of auxiliary losses; None: there are none."""
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
@@ -54,10 +58,7 @@ class FamilyModel(LanguageModel[StateT]):
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
         self.context = config.context
-
-    @abstractmethod
-    def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the memory, in bytes, that the layers need in training."""
+        self.auxiliary = None
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -98,41 +99,9 @@ class FamilyModel(LanguageModel[StateT]):
         """Return a dropout layer of rate `p`; None: the configuration's general rate."""
         return make_dropout(self.config.dropout if p is None else p, self.config.locked_dropout)
 
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw the initial weights: the authors' (all normal, biases 0, LayerNorm around 1), or `_init_xavier`."""
-        if self.config.first_weights == "xavier":
-            self._init_xavier()
-            return
-        std, proj_std = self.config.init_std, self.config.proj_init_std
-        for name, parameter in self.named_parameters():
-            parent = self.get_submodule(name.rpartition(".")[0])
-            if isinstance(parent, nn.LayerNorm | nn.RMSNorm) and name.endswith("weight"):
-                parameter.normal_(1.0, std)
-            elif name.endswith("bias"):
-                parameter.zero_()
-            elif "projections" in name:
-                parameter.normal_(0.0, proj_std)
-            else:
-                parameter.normal_(0.0, std)
-
-    def _init_xavier(self) -> None:
-        """Draw the initial weights as in Baevski and Auli's code.
-
-        Matrices are Xavier-uniform, LayerNorm gains are 1, and embeddings and learned vectors of positions or distances
-        are N(0, 1/d). The matrices of queries, keys and values have a gain of 1/sqrt(2), which gives
-        nearly the same distribution as one matrix for all three.
-        """
-        for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif name.endswith("norm.weight"):
-                parameter.fill_(1.0)
-            elif "tables." in name or "positions" in name or name.endswith("distances"):
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
-            else:
-                in_attention = name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj"))
-                nn.init.xavier_uniform_(parameter, gain=2**-0.5 if in_attention else 1.0)
+        """Draw the initial weights (`txl.models.initial_weights`)."""
+        init_weights(self.named_parameters(), self.config)
 
     def init_state(
         self, batch_size: int, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None
@@ -202,36 +171,34 @@ class FamilyModel(LanguageModel[StateT]):
         state: StateT,
         objective: Objective = EVERY_TARGET,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
-        """Return the mean loss and the activation regularisers; see `LanguageModel.training_terms`.
-
-        The regularisers are alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h of
-        all positions, including positions whose loss does not count. m is the dropout mask of h in a recurrent model
-        (Merity et al. 2017, Section 4.5, and their code) and 1 in a Transformer (the authors' Penn Treebank code).
-        """
+        """Return the mean loss, and the regularisers with the auxiliary losses; see `LanguageModel.training_terms`."""
         check_targets(tokens, targets)
+        loss, penalty, state = self._terms(tokens, targets, state, objective)
+        return loss, penalty, state.detach()
+
+    def _terms(
+        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective
+    ) -> tuple[Tensor, Tensor, StateT]:
+        """Return the terms of one segment, and the next state, which gradients may flow through."""
+        outputs, state = self.layer_outputs(tokens, state)
+        dropped = self.dropout_out(outputs[-1])
+        nll = partial(self._nll_of_dropped, tail_rows=objective.tail_rows)
+        squares_dropped = self.regularises_dropped
+        loss, penalty = training_terms(nll, outputs[-1], dropped, targets, objective, self.config, squares_dropped)
+        if self.auxiliary is not None:
+            penalty = penalty + self.auxiliary(outputs, targets, objective, self.dropout_out)
+        return loss, penalty, state
+
+    def layer_outputs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[list[Float[Tensor, "B T E"]], StateT]:
+        """Return the outputs of layers that the training loss depends on, h^N last, and the next state."""
         hidden, state = self.hidden_states(tokens, state)
-        return *self._terms_of(hidden, targets, objective), state.detach()
+        return [hidden], state
 
     def tail_rows(self, targets: Int64[Tensor, "B T"], loss: LossName) -> TailRows | None:
         """Return the number of counted targets in each tail cluster, for an `Objective`; `targets` is on a CPU."""
         if not self.config.cutoffs:
             return None
         return self.softmax.tail_rows(targets[:, -Objective(loss).counted(targets.shape[1]) :])
-
-    def _terms_of(
-        self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"], objective: Objective
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-        """Return the two terms of `training_terms` from h^N; the softmax covers only positions whose loss counts."""
-        dropped, final = self.dropout_out(hidden), at_least_float32(hidden)
-        penalty = final.new_zeros(())
-        if self.config.activation_reg > 0:
-            squared = at_least_float32(dropped) if self.regularises_dropped else final
-            penalty = penalty + self.config.activation_reg * squared.square().mean()
-        if self.config.temporal_reg > 0 and targets.shape[1] > 1:
-            penalty = penalty + self.config.temporal_reg * final.diff(dim=1).square().mean()
-        counted = objective.counted(targets.shape[1])
-        nll = self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:], objective.tail_rows)
-        return nll.mean(), penalty
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Return the negative log-likelihood of each target; see `LanguageModel.nll_of`."""

@@ -12,42 +12,15 @@ Shapes: B lanes, T tokens of a segment, E width of the final hidden states, V vo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Generic, NoReturn, Protocol, Self, TypedDict, TypeVar
 
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 
-from txl.config import Lengths, Limit, LossName, ModelConfig
+from txl.config import Lengths, Limit, ModelConfig
 from txl.errors import UserError
 from txl.models.cross_entropy import nll_at_temperature
-
-TailRows = tuple[int, ...]
-"""Number of rows for the targets of each tail cluster of an adaptive softmax."""
-
-
-@dataclass(frozen=True)
-class Objective:
-    """Arguments of a training step: positions of a segment whose loss counts, progress of training, and sizes."""
-
-    loss: LossName = "full"
-    """Positions that count. full: all; half: the more recent half (Section 4.2, Table 6); last: only the last."""
-    progress: float = 0.0
-    """Fraction of all updates already made, 0 to 1, for schedules of auxiliary losses."""
-    tail_rows: TailRows | None = None
-    """Number of rows to reserve for the targets of each tail cluster, at least the number of targets there; None: the
-    model counts the targets, which waits for the device."""
-    lengths: tuple[int, ...] | None = None
-    """Lengths of the consecutive segments that the tokens consist of; gradients flow through the memory from each
-    segment to the one before (`train.backprop_segments`). None: one segment."""
-
-    def counted(self, n_position: int) -> int:
-        """Return the number of most recent positions that count; half of an odd number is rounded up."""
-        return {"full": n_position, "half": n_position - n_position // 2, "last": 1}[self.loss]
-
-
-EVERY_TARGET = Objective()
-"""Full loss, at the beginning of training."""
+from txl.models.loss import EVERY_TARGET, Objective
 
 
 class CacheSettings(TypedDict, total=False):

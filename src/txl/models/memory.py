@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import astuple, dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
@@ -20,7 +19,7 @@ from torch import Tensor
 from txl.attention.equations import KeyScope
 from txl.config import Lengths
 from txl.devices import sent
-from txl.models.structure import Structure
+from txl.models.structure import Frozen
 
 _TAKING = threading.Lock()
 """Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied."""
@@ -39,8 +38,6 @@ class StreamBuffers:
         self.written = 0
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
         """Hidden states [B,size,E], keys [H,B,size,D] and values [H,B,size,D] of each layer."""
-        self.compiled: object = None
-        """Weights for the compiled step (`LayerWeights`), cached here."""
 
     def take(self, end: int, n_new: int) -> bool:
         """Reserve `n_new` positions after `end`; return False if they are taken or beyond the buffers.
@@ -56,15 +53,12 @@ class StreamBuffers:
             self.written = end + n_new
             return True
 
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"compiled": None}  # its addresses are invalid in other processes
-
 
 @dataclass(frozen=True)
 class Projections:
     """Projected keys and values of the positions in a memory, and W_kR R."""
 
-    structure: Structure
+    frozen: Frozen
     """Record of the model at the time of projection; the projections are valid only while the record holds."""
     autocast: torch.dtype | None
     """Dtype of autocast at the time of projection; None: no autocast."""

@@ -24,11 +24,11 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from txl.config import Lengths, RecurrentConfig, TrainConfig
+from txl.config import Lengths, RecurrentConfig
 from txl.errors import UserError
-from txl.models.costs import LayerCosts, dropout_copies
 from txl.models.cross_entropy import at_least_float32
 from txl.models.family import FamilyModel
+from txl.models.initial_weights import init_recurrent
 from txl.native.operations import linear
 from txl.native.tensors import transforms_are_active
 
@@ -321,51 +321,13 @@ class RecurrentModel(FamilyModel[RecurrentState]):
             return {f"layers.{layer}.{name}": (4, 1) for layer in range(len(self.layers)) for name in names}
         return {f"layers.{layer}.convolution.weight": (3, size) for layer, size in enumerate(self.config.kernels)}
 
-    def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return the memory, in bytes, that the layers need in training.
-
-        With B lanes of one micro-batch, I inputs of a layer, P its number of weights and f = 4 bytes:
-
-        - lstm, as in PyTorch on a CPU: f*B*T*5*H, the output and four gates; scratch f*(9*B*T*H + 2*P) of the widest
-          layer;
-        - qrnn: f*B*T*4*H, and the windows f*B*T*K*I if K > 1; scratch f*(4*B*T*H + P) of the widest layer;
-        - f*B*T*H for each tensor that a dropout between layers keeps, and 2*f for each weight under `weight_drop`.
-        """
-        config, is_lstm = self.config, self.config.kind == "lstm"
-        widths = config.widths
-        tokens = train.batch_size // train.micro_batches * train.segment
-        kept, state, weights = 0, 0, []
-        for n_in, n_unit, size in zip(widths, widths[1:], config.kernels, strict=False):
-            if is_lstm:
-                weights.append(4 * n_unit * (n_in + n_unit))
-                kept += tokens * 5 * n_unit + (2 * 4 * n_unit * n_unit if config.weight_drop > 0 else 0)
-                state += 2 * n_unit
-            else:
-                weights.append(3 * n_unit * size * n_in)
-                kept += tokens * (4 * n_unit + (size * n_in if size > 1 else 0))
-                kept += 2 * weights[-1] if config.weight_drop > 0 else 0
-                state += n_unit + (size - 1) * n_in
-        kept += tokens * sum(dropout_copies(config, None)) * sum(widths[1:-1])
-        per_token, per_weight = (9, 2) if is_lstm else (4, 1)
-        scratch = per_token * tokens * max(widths[1:]) + per_weight * max(weights)
-        return LayerCosts(4 * kept, 4 * scratch, 2 * 4 * train.batch_size * state, beside_softmax=False)
-
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw the initial weights: as in PyTorch for layers and a mixture of softmaxes, else as for every model.
-
-        Weights of an LSTM are uniform within 1/sqrt(units); weights of a convolution or mixture are uniform within
-        1/sqrt(inputs), as in Yang et al.'s code. Weights of tail clusters start at 0, as in awd-lstm-lm.
-        """
+        """Draw the initial weights; see `init_recurrent`."""
         super().init_weights()
         uniform: list[tuple[nn.Module, int]] = [(layer, layer.fan) for layer in self._recurrent_layers()]
         if self.mixture is not None:
-            uniform += [(each, each.in_features) for each in (self.mixture.prior, self.mixture.latent)]
-        for module, fan in uniform:
-            for parameter in module.parameters():
-                parameter.uniform_(-(fan**-0.5), fan**-0.5)
-        if self.config.cutoffs:
-            self.softmax.cluster_weight.zero_()
+            uniform += [(matrix, matrix.in_features) for matrix in (self.mixture.prior, self.mixture.latent)]
+        init_recurrent(uniform, self.softmax.cluster_weight if self.config.cutoffs else None)
 
     def _recurrent_layers(self) -> list[LSTMLayer | QRNNLayer]:
         return [cast("LSTMLayer | QRNNLayer", layer) for layer in self.layers]

@@ -1,15 +1,14 @@
-"""A view of a model for evaluation, and a record of a model's modules that detects changes.
+"""A view of a model for evaluation, and a record of a model that detects changes.
 
 Nothing here changes a model. Evaluation, generation and analysis use a model through `evaluation_view`, so that the
-model can be trained or used elsewhere at the same time. Code that replaces calls of modules (cached keys and values,
-compiled steps, the decode engine) keeps a `Structure` and checks that this record still holds.
+model can be trained or used elsewhere at the same time.
 """
 
 from __future__ import annotations
 
 import functools
-from itertools import chain, repeat
-from operator import attrgetter, itemgetter
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -17,7 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _global
 
+from txl.models.compiled_step import LayerWeights
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+_TENSORS = ("_parameters", "_buffers")
 _version, _training = attrgetter("_version"), itemgetter("training")
 
 
@@ -40,85 +42,75 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
         if tensor is None or not tensor.is_floating_point():
             return tensor
         if id(tensor) not in converted:
-            made = tensor.detach().to(dtype)
-            converted[id(tensor)] = nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+            copy = tensor.detach().to(dtype)
+            converted[id(tensor)] = nn.Parameter(copy, False) if isinstance(tensor, nn.Parameter) else copy
         return converted[id(tensor)]
 
     def viewed(module: nn.Module) -> nn.Module:
         if id(module) in views:
             return views[id(module)]
         view = views[id(module)] = object.__new__(type(module))
-        own, given = vars(view), vars(module)
-        own.update(given, training=False)
+        own, original = vars(view), vars(module)
+        own.update(original, training=False)
         own.pop("_compiled_call_impl", None)  # bound to the original module and its mode
         own["_modules"] = {name: None if child is None else viewed(child) for name, child in module._modules.items()}
-        for name, value in given.items():
+        for name, value in original.items():
             if type(value) is MethodType and value.__self__ is module:
                 own[name] = MethodType(value.__func__, view)
         if dtype is not None:
-            for kind in ("_parameters", "_buffers"):
-                own[kind] = {name: in_dtype(tensor) for name, tensor in given[kind].items()}
+            for kind in _TENSORS:
+                own[kind] = {name: in_dtype(tensor) for name, tensor in original[kind].items()}
         return view
 
     return viewed(model)  # pyright: ignore[reportReturnType]
 
 
-class Structure:
-    """Record of a model's modules, parameters, buffers and hooks at the time of construction.
+class Frozen:
+    """A model as it is at one moment: its modules, parameters, buffers and hooks.
+
+    Code that does not call every module (cached keys and values, compiled steps, the decode engine) must follow one
+    rule: it may do so only with a record that names no `outsider`, and only as long as the record holds.
 
     Args:
         model: model to record.
-        own: classes whose `forward` other code may compute; `nn.Module` stands for modules without a `forward`.
+        own: classes whose `forward` such code replaces; `nn.Module` stands for modules without a `forward`.
     """
 
-    def __init__(self, model: nn.Module, own: frozenset[type] = frozenset()):
+    def __init__(self, model: nn.Module, own: frozenset[type]):
         self.model = model
         self.outsider: str | None = None
         """Message about a module that must be called itself: its class is not in `own`, or it has a forward hook."""
+        self.weights: LayerWeights | None = None
+        """Weights for the compiled steps, kept here by the first of them; valid as long as the record holds."""
         self._vars: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
-        owners: list[dict[str, Any]] = []
-        names: list[str] = []
-        tensors: dict[int, Tensor] = {}
-        knows = functools.cache(lambda kind: _home(kind) in own)
+        # Every place from which a call of the model takes a module, a tensor or a method.
+        places: list[tuple[dict[str, Any], str]] = []
         self._heard = _all_are_heard()
         if self._heard:
             self.outsider = "every module has a forward hook"
-        waiting, seen = [model], set()
-        while waiting:  # `model.modules()` takes several times as long
-            module = waiting.pop()
-            if module is None or id(module) in seen:
-                continue
-            given = vars(module)
-            seen.add(id(module))
-            waiting += reversed(given["_modules"].values())
-            self._vars.append(given)
-            hooks = (given["_forward_hooks"], given["_forward_pre_hooks"])
+        for name, module in model.named_modules():
+            attributes = vars(module)
+            self._vars.append(attributes)
+            hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
             self._hooks += hooks
-            for kind in ("_modules", "_parameters", "_buffers"):
-                owner = given[kind]
-                if owner:
-                    owners += repeat(owner, len(owner))
-                    names += owner
-                    if kind != "_modules":
-                        tensors |= {id(each): each for each in owner.values() if each is not None}
+            places += [(attributes[kind], key) for kind in ("_modules", *_TENSORS) for key in attributes[kind]]
             # A method may also be replaced on a single module: `module.forward = ...`.
-            replaceable = [name for name in ("forward", "attend") if name == "forward" or name in given]
-            owners += repeat(given, len(replaceable))
-            names += replaceable
+            places += [(attributes, key) for key in ("forward", "attend") if key == "forward" or key in attributes]
             if self.outsider is None:
-                if "forward" in given or not knows(type(module)):
-                    self.outsider = f"{_named(model, module)} is not a class of this model's modules"
+                place = f"{name or 'the model'} ({type(module).__name__})"
+                if "forward" in attributes or _home(type(module)) not in own:
+                    self.outsider = f"{place} is not a class of this model's modules"
                 elif _any_listens(*hooks):
-                    self.outsider = f"{_named(model, module)} has a forward hook"
-        self._owners, self._names = owners, names
-        self._values = [*map(dict.get, owners, names)]  # kept alive, so that no new object gets one of these ids
-        self._ids = [*map(id, self._values)]
+                    self.outsider = f"{place} has a forward hook"
+        self._owners, self._names = zip(*places, strict=True)
+        self._values = [*map(dict.get, self._owners, self._names)]
         self._counts = [*map(len, self._hooks)]
+        tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
         self._tensors = [*tensors.values()]
         # An inference tensor has no version, and only inference mode can change it.
-        self._counted = [each for each in self._tensors if not each.is_inference()]
-        self._addresses, self._versions = self._now()
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._contents = self._contents_now()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a pickle or a copy of the record would be meaningless, so it becomes None
@@ -129,10 +121,11 @@ class Structure:
         With `hooks`, the forward hooks must be unchanged too. A change through `parameter.data` is not detected,
         because PyTorch does not count it as a new version.
         """
+        # Asked for each segment and each decoded token, so the loops run in C.
         return (
-            [*map(id, map(dict.get, self._owners, self._names))] == self._ids
+            all(map(is_, map(dict.get, self._owners, self._names), self._values))
             and (not hooks or ([*map(len, self._hooks)] == self._counts and _all_are_heard() == self._heard))
-            and self._now() == (self._addresses, self._versions)
+            and self._contents_now() == self._contents
         )
 
     def evaluates(self) -> bool:
@@ -143,41 +136,29 @@ class Structure:
         """Return a description of the first change found since the record was made."""
         for owner, name, value in zip(self._owners, self._names, self._values, strict=True):
             if owner.get(name) is not value:
-                return f"{self._place(owner)}{name} was replaced"
-        if self._now() != (self._addresses, self._versions):
-            return "parameter values have changed"
-        return "a forward hook was added or removed"
+                return f"{name} was replaced"
+        changed = self._contents_now() != self._contents
+        return "parameter values have changed" if changed else "a forward hook was added or removed"
 
-    def _now(self) -> tuple[list[int], list[int]]:
+    def _contents_now(self) -> tuple[list[int], list[int]]:
+        """Return the addresses and versions of all tensors: `model.to` changes the first, an optimiser the second."""
         return [*map(Tensor.data_ptr, self._tensors)], [*map(_version, self._counted)]
 
-    def _place(self, owner: dict[str, Any]) -> str:
-        for name, module in self.model.named_modules(prefix="model"):
-            given = vars(module)
-            if any(owner is each for each in (given, given["_modules"], given["_parameters"], given["_buffers"])):
-                return f"{name}."
-        return ""
 
-
+@functools.cache
 def _home(kind: type) -> type:
     """Return the class that defines `forward`; it stays the same under sharding, which makes a subclass."""
-    return next(each for each in kind.__mro__ if "forward" in vars(each))
+    return next(base for base in kind.__mro__ if "forward" in vars(base))
 
 
 def _any_listens(*kinds: dict[int, Any]) -> bool:
     """Return whether a hook is the user's, and not one of PyTorch's own, which shard modules or count operations."""
     return any(kinds) and any(
         not type(getattr(hook, "__self__", None)).__module__.startswith("torch.")
-        for hook in chain(*(each.values() for each in kinds))
+        for hook in chain(*(hooks.values() for hooks in kinds))
     )
 
 
 def _all_are_heard() -> bool:
     """Return whether a global hook of the user is called for every module."""
     return _any_listens(_global._global_forward_hooks, _global._global_forward_pre_hooks)
-
-
-def _named(model: nn.Module, module: nn.Module) -> str:
-    """Return the name and class of a module in a model."""
-    name = next((name for name, each in model.named_modules() if each is module), "")
-    return f"{name or 'the model'} ({type(module).__name__})"

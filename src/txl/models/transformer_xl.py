@@ -22,17 +22,19 @@ from torch import Tensor, nn
 from txl.attention import Backend, RelativeAttention, attention_backend, attention_note
 from txl.attention.equations import KeyScope, Operands, distances_farthest_first, sinusoid
 from txl.attention.flex import PhaseTables, SegmentPhases
-from txl.config import Lengths, ModelConfig, TrainConfig, TransformerXLConfig
+from txl.config import Lengths, ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
-from txl.models.compiled_step import read_token
-from txl.models.costs import LayerCosts, transformer_costs
+from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
 from txl.models.family import FamilyModel, check_targets
-from txl.models.induction import init_induction
-from txl.models.language_model import EVERY_TARGET, Objective
+from txl.models.initial_weights import init_induction
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
+from txl.models.loss import EVERY_TARGET, Objective
 from txl.models.memory import Memory, ProjectedSegment, Projections
-from txl.models.structure import Structure
+from txl.models.structure import Frozen
+from txl.native.build import library
+from txl.native.operations import MOST_ROWS, sums_dtype
+from txl.native.tensors import readable
 
 Biases = tuple[Tensor, Tensor]
 """u and v, [H,D] each."""
@@ -233,30 +235,12 @@ class TransformerXL(FamilyModel[Memory]):
         self.dropout_r = self._dropout(config.dropout_r)
         self._finish()
 
-    @torch.no_grad()
     def init_weights(self) -> None:
         """See `FamilyModel.init_weights`; then `init_induction`, if the configuration says so."""
         super().init_weights()
         if self.config.init == "induction":
             layers = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
             init_induction(self.config, layers, self.v if self.shares_biases else layers[0].v)
-
-    def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return `transformer_costs`, where a window limits the positions of memory."""
-        n_memory = self.config.lengths().capacity
-        norm_bytes = 0
-        if self.config.qk_norm:  # per input number: PyTorch keeps the number and its normalised value, in float32
-            compiled = 2 if train.dtype == "bfloat16" else 4
-            norm_bytes = compiled if self.attention_name == "compiled" else 2 * 4
-        whole = self.attention_name not in ("compiled", "triton")  # these keep no scores and neither q+u nor q+v
-        return transformer_costs(
-            self.config,
-            train,
-            n_memory=n_memory,
-            queries=3 if whole else 2,
-            keeps_scores=whole,
-            norm_bytes=norm_bytes,
-        )
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -286,7 +270,7 @@ class TransformerXL(FamilyModel[Memory]):
 
         - `_from_hidden` projects the hidden states of memory to keys and values again. Used in training, for
           gradients, and if a module has a hook or is of another class.
-        - `read_token` passes one token through all layers in the compiled library.
+        - `_read_token` passes one token through all layers in the compiled library.
         - `_from_projections` reads all other segments with fixed weights, and projects each key and value only once.
         """
         if (
@@ -304,7 +288,7 @@ class TransformerXL(FamilyModel[Memory]):
         held = None if self.training or torch.is_grad_enabled() else self._projections(hidden, state)
         if held is None:
             return self._from_hidden(hidden, state)
-        read = read_token(self, hidden, state, held) if self.backend.compiled_step else None
+        read = self._read_token(hidden, state, held)
         return self._from_projections(hidden, state, held) if read is None else read
 
     def _from_hidden(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
@@ -339,12 +323,11 @@ class TransformerXL(FamilyModel[Memory]):
         check_targets(tokens, targets)
         one = dataclasses.replace(objective, lengths=None)
         counted = [one.counted(length) for length in objective.lengths]
-        before = tuple(each.detach() for each in state.hidden)
+        before = tuple(states.detach() for states in state.hidden)
         state, losses, penalties = dataclasses.replace(state, hidden=before, differentiable=True), [], []
-        segments = zip(*(each.split(objective.lengths, dim=1) for each in (tokens, targets)), counted, strict=True)
-        for read, wanted, count in segments:
-            hidden, state = self.hidden_states(read, state)
-            loss, penalty = self._terms_of(hidden, wanted, one)
+        segments = zip(*(ids.split(objective.lengths, dim=1) for ids in (tokens, targets)), counted, strict=True)
+        for read, following, count in segments:
+            loss, penalty, state = self._terms(read, following, state, one)
             losses.append(loss * (count / sum(counted)))
             penalties.append(penalty * (count / sum(counted)))
         return torch.stack(losses).sum(), torch.stack(penalties).sum(), state.detach()
@@ -382,6 +365,48 @@ class TransformerXL(FamilyModel[Memory]):
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
         return hidden, state.after_projected(segment)
 
+    def _read_token(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory] | None:
+        """Return h^N and the next memory from h^0 [B,1,E]; None where PyTorch must compute them."""
+        if (
+            hidden.shape[:2].numel() > MOST_ROWS
+            or hidden.shape[1] != 1
+            or not readable(hidden)
+            or torch.is_autocast_enabled("cpu")
+            or library() is None
+        ):
+            return None
+        weights = held.frozen.weights = held.frozen.weights or self.compiled_weights()
+        operands = (hidden, state.hidden[0], held.keys[0], held.positions[0])
+        if weights is None or any(tensor.dtype != weights.dtype for tensor in operands):
+            return None
+        segment = ProjectedSegment(state.hidden, held, 1)
+        segment.reserve()
+        n_lane, inputs, keys, values = hidden.shape[0], *zip(*segment.buffers.layers, strict=True)
+        filled = state.filled or (state.length,) * n_lane
+        window = state.length + 1 if state.lengths.window is None else state.lengths.window
+        at = torch.full((n_lane,), segment.end - 1, device="cpu")
+        seen = torch.tensor([min(count + 1, window) for count in filled], dtype=torch.int64, device="cpu")
+        # h^0 in the dtype of the library's sums; the step turns it into h^N in place.
+        through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
+        lanes = torch.arange(n_lane, device="cpu")
+        weights.step(
+            through,
+            caches_of(keys, values, inputs, held.positions),
+            places_of(keys[0], inputs[0], held.positions[0], state.lengths.clamp_len, lanes, at, seen),
+        )
+        return through.to(hidden.dtype)[:, None], state.after_projected(segment)
+
+    def compiled_weights(self) -> LayerWeights | None:
+        """Return the layers for the compiled library; None if it cannot compute them, or an observer wraps `attend`."""
+        attentions = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
+        if not self.backend.compiled_step or any(attention.attend is not self.backend for attention in attentions):
+            return None
+        return layer_weights(self.config, self.layers, self if self.shares_biases else None)
+
+    def freeze(self) -> Frozen:
+        """Return a record of the model as it is now; while it holds, projections of memory are not computed again."""
+        return Frozen(self, _OWN)
+
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor
     ) -> tuple[Float[Tensor, "H L D"], ...]:
@@ -397,17 +422,17 @@ class TransformerXL(FamilyModel[Memory]):
     def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
         """Return the state's projections if the current weights computed them, else project memory again.
 
-        Return None in training mode, or if the model has hooks or modules of other classes (`frozen_structure`): then
+        Return None in training mode, or if the model has hooks or modules of other classes (`Frozen.outsider`): then
         all modules must be called.
         """
         held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        structure = None if held is None else held.structure
-        if structure is None or structure.model is not self or not (structure.holds() and structure.evaluates()):
-            structure = frozen_structure(self)
-            if structure.outsider is not None or not structure.evaluates():
+        frozen = None if held is None else held.frozen  # None in a copy of a state
+        if frozen is None or frozen.model is not self or not (frozen.holds() and frozen.evaluates()):
+            frozen = self.freeze()
+            if frozen.outsider is not None or not frozen.evaluates():
                 return None
-        if held is None or held.structure is not structure or held.autocast != autocast:
+        if held is None or held.frozen is not frozen or held.autocast != autocast:
             attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
             memories = (memory.to(hidden.dtype) for memory in state.hidden)  # the model's dtype may have changed
             both = [
@@ -415,7 +440,7 @@ class TransformerXL(FamilyModel[Memory]):
                 for attention, memory in zip(attentions, memories, strict=True)
             ]
             keys, values = (tuple(each.permute(2, 0, 1, 3) for each in kind) for kind in zip(*both, strict=True))
-            held = Projections(structure, autocast, keys, values, ())
+            held = Projections(frozen, autocast, keys, values, ())
         n_key, n_known = state.length + n_new, held.positions[0].shape[1] if held.positions else 0
         if n_known < n_key:
             # Double the number of distances: memory may never fill, so its capacity is not computed at once.
@@ -426,17 +451,8 @@ class TransformerXL(FamilyModel[Memory]):
         return held
 
 
+# Classes whose `forward` is replaced by cached projections and compiled steps.
 _OWN = frozenset(
     {TransformerXLLayer, RelativeMultiHeadAttention, PositionwiseFeedForward, AdaptiveEmbedding}
     | {Dropout, HeadNorm, Linear, LockedDropout, nn.Linear, nn.LayerNorm, nn.Dropout, nn.Module}
 )
-"""Classes whose `forward` is replaced by cached projections and compiled steps."""
-
-
-def frozen_structure(model: TransformerXL) -> Structure:
-    """Return a record of the model's current modules, weights and hooks.
-
-    Code that computes without calling all modules must follow one rule: it may do so only if the record names no
-    `outsider` (a module of another class or with forward hooks), and only as long as the record holds.
-    """
-    return Structure(model, _OWN)

@@ -5,19 +5,11 @@ sinusoids only to the embedding. Al-Rfou et al. train on all positions of a segm
 last position of a window that slides by one token (`txl.evaluate_sliding`). Every prediction then has a full context,
 but the whole window is recomputed for each token.
 
-Auxiliary losses (Al-Rfou et al., "Auxiliary Losses") are options, off by default as in the paper's own baselines. There
-are three kinds. The losses of intermediate positions are `train.loss full`: the loss of every position. The other two
-need classifiers, used only in training, each a logistic regression over the vocabulary:
-
-- intermediate layers: layer l < n also predicts, for the first l/(2n) of training,
-- multiple targets: each predicting layer also predicts the token k + 1 places ahead (k = 1 ...), with a weight of 0.5.
-
 Shapes: B lanes, T tokens of a segment, H heads, D width of a head, E d_model, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,69 +19,12 @@ from torch import Tensor, nn
 from txl.attention.backends import causal_attention
 from txl.attention.equations import sinusoid
 from txl.attention.refused import AttentionRefused
-from txl.config import Lengths, ModelConfig, TrainConfig, VanillaConfig
+from txl.config import Lengths, ModelConfig, VanillaConfig
 from txl.errors import UserError
-from txl.models.costs import LayerCosts, transformer_costs
-from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.family import FamilyModel, check_targets
-from txl.models.language_model import EVERY_TARGET, Objective
+from txl.models.family import FamilyModel
 from txl.models.layers import Linear, PositionwiseFeedForward, make_dropout
+from txl.models.loss import AuxiliaryHeads
 from txl.native.attention import why_not_training
-
-
-def layer_counts(layer: int, n_layer: int, progress: float) -> bool:
-    """Return whether layer `layer` of 1 ... n has a loss at `progress`, the fraction of training done, 0 to 1.
-
-    The loss of an intermediate layer l ends after l/(2n) of training; all have ended after half of the training.
-    """
-    return layer == n_layer or progress < layer / (2 * n_layer)
-
-
-class AuxiliaryHeads(nn.Module):
-    """Classifiers of the auxiliary losses, one for each layer and target."""
-
-    def __init__(self, config: VanillaConfig, vocab_size: int):
-        super().__init__()
-        self.n_layer, self.weight = config.n_layer, config.extra_target_weight
-        heads = {}
-        for layer in range(1 if config.layer_losses else config.n_layer, config.n_layer + 1):
-            # The model's own softmax predicts the last layer's first target.
-            for ahead in range(2 if layer == config.n_layer else 1, config.n_target + 1):
-                heads[f"{layer}_{ahead}"] = Linear(config.d_model, vocab_size)
-        self.heads = nn.ModuleDict(heads)
-
-    def forward(
-        self,
-        hidden: Sequence[Float[Tensor, "B T E"]],
-        targets: Int64[Tensor, "B T"],
-        objective: Objective,
-        dropout: nn.Module,
-    ) -> Float[Tensor, ""]:
-        """Return the sum over layers l and targets k of w_k times the mean loss, in nats.
-
-        w_1 is 1 and the other w_k are `extra_target_weight`. Targets after the segment's end do not enter the mean.
-
-        Args:
-            hidden: output of each layer, lowest first.
-            targets: the next token of each position.
-            objective: positions that count, and the progress of training.
-            dropout: dropout applied to hidden states before a classifier.
-        """
-        n_position = targets.shape[1]
-        first = n_position - objective.counted(n_position)
-        total = hidden[-1].new_zeros((), dtype=torch.promote_types(hidden[-1].dtype, torch.float32))
-        for name, head in self.heads.items():
-            assert isinstance(head, Linear)
-            layer, ahead = map(int, name.split("_"))
-            end = n_position - (ahead - 1)  # the k-th target of position t is targets[t + k - 1]
-            if end <= first or not layer_counts(layer, self.n_layer, objective.progress):
-                continue
-            states = dropout(hidden[layer - 1][:, first:end]).flatten(0, 1)
-            nll = linear_cross_entropy(
-                states, head.weight, head.bias, targets[:, first + ahead - 1 :].flatten(), compiled=False
-            )
-            total = total + (1.0 if ahead == 1 else self.weight) * nll.mean()
-        return total
 
 
 @dataclass(frozen=True)
@@ -201,12 +136,6 @@ class VanillaTransformer(FamilyModel[NoMemory]):
             self.auxiliary = AuxiliaryHeads(config, vocab_size)
         self._finish()
 
-    def layer_costs(self, train: TrainConfig) -> LayerCosts:
-        """Return `transformer_costs`; compiled attention, and fused attention without `dropatt`, keep no
-        probabilities."""
-        keeps_scores = self.config.dropatt > 0 and self.attention_name != "compiled"
-        return transformer_costs(self.config, train, n_memory=0, queries=2, keeps_scores=keeps_scores)
-
     def empty_state(self, batch_size: int, lengths: Lengths) -> NoMemory:
         """Return a state for `batch_size` lanes."""
         return NoMemory(batch_size)
@@ -222,22 +151,14 @@ class VanillaTransformer(FamilyModel[NoMemory]):
             hidden = self._layer(number, hidden)
         return hidden, state
 
-    def training_terms(
-        self,
-        tokens: Int64[Tensor, "B T"],
-        targets: Int64[Tensor, "B T"],
-        state: NoMemory,
-        objective: Objective = EVERY_TARGET,
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], NoMemory]:
-        """Return `FamilyModel.training_terms`, with the auxiliary losses added to the second term."""
-        if not self.config.n_auxiliary:
-            return super().training_terms(tokens, targets, state, objective)
-        check_targets(tokens, targets)
-        hidden = [self._layer(0, self._input(tokens, state))]
-        for number in range(1, len(self.layers)):
-            hidden.append(self._layer(number, hidden[-1]))
-        loss, penalty = self._terms_of(hidden[-1], targets, objective)
-        return loss, penalty + self.auxiliary(hidden, targets, objective, self.dropout_out), state
+    def layer_outputs(self, tokens: Int64[Tensor, "B T"], state: NoMemory) -> tuple[list[Tensor], NoMemory]:
+        """Return the output of every layer if auxiliary losses need them; see `FamilyModel.layer_outputs`."""
+        if self.auxiliary is None:
+            return super().layer_outputs(tokens, state)
+        outputs = [self._input(tokens, state)]
+        for number in range(len(self.layers)):
+            outputs.append(self._layer(number, outputs[-1]))
+        return outputs[1:], state
 
     def _input(self, tokens: Tensor, state: NoMemory) -> Tensor:
         """Return h^0 [B,T,E]."""

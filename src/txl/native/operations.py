@@ -287,7 +287,7 @@ def serves(logits: Tensor, targets: Tensor) -> bool:
         targets.dtype == torch.int64
         and targets.device == logits.device
         and targets.shape == logits.shape[:1]
-        and type(targets) is Tensor
+        and type(targets) is type(logits)
         and computes(logits)
     )
 

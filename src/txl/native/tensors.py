@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from txl.native.build import library, why_not
@@ -19,12 +20,13 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
     """Return whether the library computes with these values, and the gradients of the values and parameters.
 
     The library supports only float32 and bfloat16 on a CPU. PyTorch computes everything else, including wrapped tensors
-    (`torch.func`, fake tensors) and code that `torch.compile` traces, for which it generates its own code.
+    of `torch.func`, and code that `torch.compile` traces, for which it generates its own code. Fake tensors, of which
+    the library's operations compute the shapes, count as tensors.
     """
     return (
         values.device.type == "cpu"
         and values.dtype in SUFFIXES
-        and type(values) is Tensor
+        and type(values) in (Tensor, FakeTensor)
         and not any(_stands_for_others(each) for each in (values, *parameters))
         and not torch.compiler.is_compiling()
         and library() is not None

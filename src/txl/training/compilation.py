@@ -19,7 +19,8 @@ from txl.config import RecurrentConfig, RunConfig, TrainConfig
 from txl.devices import Captured, sent
 from txl.errors import Field, UserError
 from txl.models.family import FamilyModel
-from txl.models.language_model import State, TailRows
+from txl.models.language_model import State
+from txl.models.loss import TailRows
 from txl.models.memory import Memory
 from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel

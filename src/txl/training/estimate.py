@@ -1,24 +1,24 @@
-"""Estimated costs of a configuration: parameters by part, tokens per step, and memory.
-
-Letters: B lanes of one micro-batch, T tokens of a segment, E d_model, V vocabulary, K softmaxes of a mixture; f = 4
-bytes, which `train.dtype float64` doubles.
-"""
+"""Estimated costs of a configuration: parameters by part, tokens per step, and memory."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from txl.config import RunConfig, TrainConfig
+from txl.attention import BACKENDS
+from txl.config import ModelConfig, RunConfig, TrainConfig
 from txl.data.benchmarks import BENCHMARKS
 from txl.files import JsonObject
 from txl.models import build_model
-from txl.models.costs import dropout_copies
-from txl.models.cross_entropy import MAX_LOGITS
 from txl.models.family import FamilyModel
-from txl.models.language_model import Objective
+from txl.models.loss import Objective, TailRows
+from txl.native.attention import why_not_training
+from txl.training.budget import LiveBytes, ranked_tokens
 
 _LARGE_VOCABULARY = 16_384  # tokens above which `softmax_hint` may advise a smaller vocabulary
 
@@ -75,38 +75,39 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
 def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Costs:
     """Estimate parameters, tokens per step, and bytes of all tensors that exist at once during training.
 
-    With P parameters:
-
-    - weights f*P (and 2*P for their copies in bfloat16), gradients f*P, optimiser 2*f*P (Adam's two moments; Muon has
-      one for each of its matrices), f*P (SGD's momentum) or nothing (plain SGD), f*P for averaged weights,
-    - memory or state, activations and scratch of the layers: the model's `layer_costs`,
-    - activations of the embedding and the softmax: `_states_at_ends` and `_logits`.
-
-    A step of several segments keeps the activations of all of them. The backend that the attentions `auto` and
-    `fastest` select depends on the device.
+    One part of a training step is computed with tensors that have shapes and no numbers (`_measured`), and the sizes of
+    these tensors are counted. Weights, gradients and the optimiser's state are counted from the parameters. The backend
+    that the attentions `auto` and `fastest` select depends on the device.
 
     The tests compare the estimate with measurements. Not counted are the interpreter and its libraries (0.3 GB), and
     memory lost to fragmentation in the allocator (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to
     0.8 of the total was observed).
     """
+    train = run.train
     with torch.device("meta"):
-        model = build_model(run.model, vocab_size, device, getattr(torch, run.train.dtype))
+        model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype))
     parameters = parameters_by_part(model)
-    total, train = sum(parameters.values()), run.train
-    ends, logits = _states_at_ends(run), _logits(run, vocab_size, model.attention_name == "compiled")
-    layers = model.layer_costs(train)
-    if layers.beside_softmax:
-        ends, scratch = ends + logits, layers.scratch
-    else:
-        scratch = max(logits, layers.scratch)  # the softmax's tensors are freed before the layers' backward pass
+    total, shape = sum(parameters.values()), _traceable(run.model, model.attention_name)
+    with torch.random.fork_rng(devices=[]):
+        targets = ranked_tokens(vocab_size, train.batch_size // train.micro_batches, train.segment)
+    rows = model.tail_rows(targets, train.loss)  # without them, sizes would depend on the numbers of tensors
+    if shape.n_layer <= 3 or shape.constant_state:
+        step = _measured(shape, train, vocab_size, rows)
+    else:  # the layers of a Transformer are alike, and tracing one of them takes 0.1 s
+        two, three = (_measured(dataclasses.replace(shape, n_layer=n), train, vocab_size, rows) for n in (2, 3))
+        step = two + (shape.n_layer - 2) * (three - two)
+    state, activations, peak = (int(number) for number in step)
+    hidden, scratch = _hidden_by_onednn(model, train.tokens_per_step // train.micro_batches)
+    gradients = 4 * total
+    copies = 2 * total if train.dtype == "bfloat16" else 0  # autocast keeps them to the end of the forward pass
     memory = {
-        "weights": (4 + (2 if train.dtype == "bfloat16" else 0)) * total,
-        "gradients": 4 * total,
+        "weights": 4 * total + copies,
+        "gradients": gradients,
         "optimiser": 4 * _kept_by_optimiser(model, train),
         **({"averaged weights": 4 * total} if train.averages else {}),
-        **({"recurrent memory": layers.state} if layers.state else {}),
-        "activations": train.backprop_segments * layers.activations + ends,
-        "scratch": scratch,
+        **({"recurrent memory": state} if state else {}),
+        "activations": max(0, activations - copies) + hidden,
+        "scratch": max(0, peak - activations - gradients, scratch),
     }
     if train.capture:  # the recorded step keeps its own, beside those of steps that are not recorded
         memory["activations"] *= 2
@@ -117,6 +118,59 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         train.batch_size * train.backprop_segments * Objective(train.loss).counted(train.segment),
         {part: width * number for part, number in memory.items()},
     )
+
+
+def _traceable(model: ModelConfig, attention: str) -> ModelConfig:
+    """Return the configuration with a backend that a CPU can trace, and that keeps as much as the named backend."""
+    if attention not in BACKENDS:
+        return model
+    compiled = "compiled" if why_not_training("cpu", torch.float32) is None else "shifted"
+    # Neither `compiled` nor `triton` keeps scores. FlexAttention has no gradients on a CPU.
+    stand_in = {"compiled": compiled, "triton": compiled, "flex": "shifted"}.get(attention, attention)
+    return dataclasses.replace(model, attention=stand_in)  # pyright: ignore[reportCallIssue] (families with backends)
+
+
+def _measured(model: ModelConfig, train: TrainConfig, vocab_size: int, rows: TailRows | None) -> np.ndarray:
+    """Measure one part of a step on fake tensors: the same code and the same shapes, without numbers and memory.
+
+    Args:
+        model: configuration of the model, with a backend that a CPU can trace.
+        train: configuration of the training.
+        vocab_size: number of tokens in the vocabulary.
+        rows: number of targets in each tail cluster, as in `Objective`.
+
+    Returns:
+        Bytes of the states of all lanes before and after the step; bytes that the forward pass keeps for the backward
+        pass; and the peak beside weights and states, which also holds gradients.
+    """
+    lanes = train.batch_size // train.micro_batches
+    with FakeTensorMode(), LiveBytes() as live:
+        built = build_model(model, vocab_size).train()
+        weights = live.now
+        state = built.init_state(lanes).filled_with_noise()
+        before = live.now - weights
+        tokens = torch.zeros(lanes, train.segment * train.backprop_segments, dtype=torch.int64)
+        objective = Objective(train.loss, 0.0, rows, train.step_lengths)
+        with torch.autocast("cpu", torch.bfloat16, enabled=train.dtype == "bfloat16"):
+            loss, penalty, state = built.training_terms(tokens, tokens, state, objective)
+        kept = live.now - weights - before
+        (loss + penalty).backward()
+        storages = [tensor.untyped_storage() for tensor in state.to_tensors().values() if tensor.is_floating_point()]
+        after = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return np.array([(before + after) * train.micro_batches, kept - after, live.peak - weights - before - after])
+
+
+def _hidden_by_onednn(model: nn.Module, n_token: int) -> tuple[int, int]:
+    """Return the bytes of activations and scratch of LSTMs, which oneDNN keeps in a workspace and not in tensors.
+
+    These were measured on a CPU: beside the outputs, four gates for each token and unit; in the backward pass of one
+    layer, nine numbers for each token and unit, and two copies of its weights.
+    """
+    lstms = [module for module in model.modules() if isinstance(module, nn.LSTM)]
+    gates = [4 * n_token * lstm.hidden_size for lstm in lstms]
+    copies = [2 * sum(weight.numel() for weight in lstm.parameters()) for lstm in lstms]
+    widest, largest = max(gates, default=0), max(copies, default=0)
+    return 4 * sum(gates), 4 * (9 * widest // 4 + largest)
 
 
 def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
@@ -153,38 +207,3 @@ def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
         return total if train.momentum > 0 else 0
     matrices = model.layer_matrices() if train.optimizer == "muon" else {}
     return 2 * total - sum(model.get_parameter(name).numel() for name in matrices)
-
-
-def _states_at_ends(run: RunConfig) -> int:
-    """Return the bytes of the hidden states before and after the layers.
-
-    f*B*T*(2 + m + m')*E, where m and m' are 1 if the dropout of the embedding and that of the final states keep a mask,
-    and f*B*T*K*(2 + d + m'')*E for the states of a mixture, whose dropout keeps d products and m'' masks
-    (`dropout_copies`).
-    """
-    model, train = run.model, run.train
-    copies = 2 + sum(dropout_copies(model, rate)[1] for rate in (model.dropout_embed, model.dropout_out))
-    if model.n_softmax > 1:
-        copies += model.n_softmax * (2 + sum(dropout_copies(model, model.dropout_latent)))
-    tokens = train.tokens_per_step // train.micro_batches
-    return 4 * tokens * copies * model.d_model
-
-
-def _logits(run: RunConfig, vocab_size: int, compiled: bool) -> int:
-    """Return the bytes of the tensors of the softmax.
-
-    The bytes are f*3*B*T*V for logits, log-probabilities and their gradient, K times as much for a mixture;
-    log-probabilities count for each segment of a step. A compiled loss has no log-probabilities, and its f is that of
-    the matrix products. With half or last losses T is the number of positions that count; with cutoffs V is the
-    shortlist. If B*T*V*K is above `txl.models.cross_entropy.MAX_LOGITS`, 2 * MAX_LOGITS replaces 3*B*T*V*K. Each
-    classifier of auxiliary losses adds f*B*T*V.
-    """
-    model, train = run.model, run.train
-    tokens = train.batch_size // train.micro_batches * Objective(train.loss).counted(train.segment)
-    head = model.cutoffs[0] if model.cutoffs else vocab_size
-    number = tokens * head * model.n_softmax
-    classifiers = 4 * model.n_auxiliary * tokens * head  # their loss is never compiled
-    if number > MAX_LOGITS:  # in chunks; the forward pass frees its chunks before the backward pass
-        return classifiers + 4 * 2 * max(MAX_LOGITS, head)
-    width = 2 if compiled and train.dtype == "bfloat16" else 4
-    return classifiers + width * number * (train.backprop_segments + (1 if compiled else 2))

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from txl.errors import UserError
 from txl.models.family import FamilyModel
-from txl.models.language_model import EVERY_TARGET, Objective, State
+from txl.models.language_model import State
+from txl.models.loss import EVERY_TARGET, Objective
 from txl.processes import Processes
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch import Tensor
 from txl.config import TrainConfig
 from txl.data.lanes import Segment
 from txl.models.family import FamilyModel
-from txl.models.language_model import Objective, State, TailRows
+from txl.models.language_model import State
+from txl.models.loss import Objective, TailRows
 from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel, full_tensor
 

@@ -22,7 +22,7 @@ from txl.data.lanes import training_stream
 from txl.devices import check_device, chosen_device, float32_products, seed_generators
 from txl.errors import Field, UserError
 from txl.files import JsonObject, absolute
-from txl.models.language_model import Objective
+from txl.models.loss import Objective
 from txl.native.build import why_not
 from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import VerifiedCheckpoint, remove_partial, weights_identity

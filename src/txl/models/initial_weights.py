@@ -1,20 +1,22 @@
-"""Initial weights that can copy: `model.init induction`.
+"""All initial weights, drawn in the order of `named_parameters` from PyTorch's generator.
+
+Three sources: the authors' code (the default), Baevski and Auli's ("xavier"), and PyTorch's own for recurrent layers.
+`model.init induction` then gives two heads of a Transformer-XL weights that can copy.
 
 A Transformer learns to copy, from "A B ... A" to "B", when two heads come to work together (Olsson et al. 2022,
 "In-context Learning and Induction Heads"): one attends to the previous token, and one in a later layer finds the
 position that follows an earlier occurrence of the current token. From random weights this takes most of a short run,
 and how long depends on the seed. Here head 0 of the first two layers has these functions from the start; all weights
 are trained as usual. The embedding must be tied to the softmax directly, because what the second head writes is read
-there.
-
-The head for the previous token needs term (d) of the paper alone, v^T W_kR R_d, so that it does not depend on words.
+there. The head for the previous token needs term (d) of the paper alone, v^T W_kR R_d, so that it does not depend on
+words.
 
 Shapes: E width of the model, D width of a head, K distances.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -22,13 +24,52 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from txl.attention.equations import sinusoid
-from txl.config import TransformerXLConfig
+from txl.config import ModelConfig, TransformerXLConfig
 from txl.models.layers import Linear
 
+# Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed.
 _DISTANCES, _PENALTY, _STEPS = 1024, 1e-3, 12
-"""Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed."""
+# Gains of what the two heads write into the residual stream, as multiples of the deviation of the embeddings.
 _FIRST_GAIN, _SECOND_GAIN = 1.5, 6.0
-"""Gains of what the two heads write into the residual stream, as multiples of the deviation of the embeddings."""
+
+
+@torch.no_grad()
+def init_weights(named_parameters: Iterable[tuple[str, Tensor]], config: ModelConfig) -> None:
+    """Draw the initial weights of any model; recurrent layers then get others from `init_recurrent`."""
+    xavier = config.first_weights == "xavier"
+    for name, parameter in named_parameters:
+        owner, _, last = name.rpartition(".")
+        if last.endswith("bias"):
+            parameter.zero_()  # in both codes
+        elif owner.endswith("norm"):  # gains: around 1 in the authors' code, exactly 1 in the other
+            parameter.fill_(1.0) if xavier else parameter.normal_(1.0, config.init_std)
+        elif xavier and ("tables." in name or last in ("positions", "distances")):
+            # Embeddings, and learned vectors of positions or distances: N(0, 1/d).
+            parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
+        elif xavier:
+            # Their code has one matrix for queries, keys and values; a gain of 1/sqrt(2) gives three matrices nearly
+            # the distribution of its parts.
+            nn.init.xavier_uniform_(parameter, gain=2**-0.5 if owner.endswith(("q_proj", "k_proj", "v_proj")) else 1.0)
+        else:
+            # The authors draw everything from one normal distribution, u and v included, except for the projections of
+            # clusters to d_model, which have a deviation of their own.
+            parameter.normal_(0.0, config.proj_init_std if "projections" in name else config.init_std)
+
+
+@torch.no_grad()
+def init_recurrent(uniform: Iterable[tuple[nn.Module, int]], cluster_weight: Tensor | None) -> None:
+    """Draw the weights of recurrent layers and of a mixture of softmaxes again.
+
+    Args:
+        uniform: modules, each with its fan n: weights and biases are uniform within 1/sqrt(n). n is the number of units
+            for an LSTM, as in PyTorch, and of inputs for a convolution or mixture, as in Yang et al.'s code.
+        cluster_weight: weights of the tail clusters, which start at 0, as in awd-lstm-lm; None: there are none.
+    """
+    for module, fan in uniform:
+        for parameter in module.parameters():
+            parameter.uniform_(-(fan**-0.5), fan**-0.5)
+    if cluster_weight is not None:
+        cluster_weight.zero_()
 
 
 def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
@@ -96,8 +137,8 @@ def init_induction(config: TransformerXLConfig, layers: Sequence[AttentionWeight
 
     # The first head writes the previous token's features into a subspace, in which k of the second head reads them.
     read, written, copied = (previous.v_proj.weight.new_empty(width, config.d_model) for _ in range(3))
-    for each in (read, written, copied):
-        nn.init.orthogonal_(each)
+    for subspace in (read, written, copied):
+        nn.init.orthogonal_(subspace)
     gain = (_FIRST_GAIN * scale) ** 0.5
     previous.v_proj.weight[own] = gain * read
     previous.o_proj.weight[:, own] = gain * written.T
