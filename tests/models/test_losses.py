@@ -278,7 +278,7 @@ def test_only_one_of_the_two_kinds():
     assert sorted(layers.auxiliary.heads) == ["1_1", "2_1", "3_1"]
     assert sorted(targets.auxiliary.heads) == ["4_2"]
     assert parameters_by_part(layers)["auxiliary"] == 3 * (8 + 1) * V
-    assert not hasattr(model_of(MODELS["learned"]), "auxiliary")
+    assert model_of(MODELS["learned"]).auxiliary is None
 
 
 def test_what_is_predicted_does_not_need_the_classifiers():
