@@ -15,10 +15,10 @@ from txl.models import build_model
 from txl.native import build
 from txl.presets import presets
 from txl.training.averaging import WeightAverage
-from txl.training.budget import peak_bytes
 from txl.training.estimate import estimate, parameters_by_part, softmax_hint
 from txl.training.optimisers import build_optimizer, optimizer_tensors
 from txl.training.step import StepInputs, training_step
+from txl_lab.speed.budget import peak_bytes
 
 M_MMAP_THRESHOLD = -3
 """Number of the setting in glibc's malloc.h."""

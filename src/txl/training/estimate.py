@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from txl.attention import BACKENDS
 from txl.config import ModelConfig, RunConfig, TrainConfig
@@ -18,7 +22,6 @@ from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.loss import Objective, TailRows
 from txl.native.attention import why_not_training
-from txl.training.budget import LiveBytes, ranked_tokens
 
 _LARGE_VOCABULARY = 16_384  # tokens above which `softmax_hint` may advise a smaller vocabulary
 
@@ -118,6 +121,53 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         train.batch_size * train.backprop_segments * Objective(train.loss).counted(train.segment),
         {part: width * number for part, number in memory.items()},
     )
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counter of the bytes of tensors that are made within its context and still exist; views count as 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        identity, size = storage._cdata, storage.nbytes()
+        if identity in self._alive:
+            return
+        self._alive.add(identity)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, identity, size)
+
+    def _gone(self, identity: int, size: int) -> None:
+        self._alive.discard(identity)
+        self.now -= size
+
+
+def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
+    """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
+
+    The memory of an adaptive softmax depends on the number of targets in each cluster. The proportions are exact
+    instead of sampled, so that this memory grows evenly with the length. Ids are ranks; half of all tokens are among
+    the sqrt(V) most frequent ones.
+    """
+    n_token = batch_size * segment
+    quantiles = (torch.randperm(n_token) + 0.5) / n_token
+    return (vocab_size**quantiles).long().sub_(1).clamp_(0, vocab_size - 1).view(batch_size, segment)
 
 
 def _traceable(model: ModelConfig, attention: str) -> ModelConfig:

@@ -11,14 +11,10 @@ Shapes: B lanes, T tokens of a segment, V vocabulary.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from txl.config import RunConfig, validate
 from txl.devices import seed_generators
@@ -26,46 +22,12 @@ from txl.errors import UserError
 from txl.files import JsonObject
 from txl.training.averaging import WeightAverage
 from txl.training.building import model_to_train
+from txl.training.estimate import LiveBytes, ranked_tokens
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 
 STEPS = 2
 """Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counter of the bytes of tensors that are made within its context and still exist; views count as 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._count(each.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        identity, size = storage._cdata, storage.nbytes()
-        if identity in self._alive:
-            return
-        self._alive.add(identity)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, identity, size)
-
-    def _gone(self, identity: int, size: int) -> None:
-        self._alive.discard(identity)
-        self.now -= size
 
 
 def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
@@ -106,18 +68,6 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
         states = training_step(model, optimizer, inputs, train).states
         if average is not None:
             average.update(model)
-
-
-def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
-    """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
-
-    The memory of an adaptive softmax depends on the number of targets in each cluster. The proportions are exact
-    instead of sampled, so that this memory grows evenly with the length. Ids are ranks; half of all tokens are among
-    the sqrt(V) most frequent ones.
-    """
-    n_token = batch_size * segment
-    quantiles = (torch.randperm(n_token) + 0.5) / n_token
-    return (vocab_size**quantiles).long().sub_(1).clamp_(0, vocab_size - 1).view(batch_size, segment)
 
 
 @dataclass(frozen=True)
