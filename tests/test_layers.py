@@ -120,8 +120,6 @@ def _speaks_in_options(path: Path) -> bool:
 
 
 TO_CONVERT = {
-    "txl.attention.backends",
-    "txl.attention.refused",
     "txl.interop.conversion",
     "txl.interop.export_run",
     "txl.interop.import_run",

@@ -196,7 +196,7 @@ def test_a_dtype_that_attention_lacks_is_refused_before_the_text_is_read(
     assert main([*words, "--model.attention", name, "--train.dtype", "float64", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
     assert re.fullmatch(
-        rf"txl: error: model.attention {re.escape(asked)} cannot train in torch.float64; set train.dtype to float32, "
+        rf"txl: error: --model.attention {re.escape(asked)} cannot train in torch.float64; set train.dtype to float32, "
         r"or use --model.attention (shifted|auto)\n",
         said,
     )
@@ -227,10 +227,10 @@ def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys
 @pytest.mark.parametrize(
     ("why", "message"),
     [
-        ("cannot train on cuda, only on cpu", "cannot train on cuda, only on cpu; use --model.attention auto"),
+        ("cannot train on cuda, only on cpu", "cannot train on cuda, only on cpu; use model.attention auto"),
         (
             "cannot train in torch.float16; set train.dtype to float32",
-            "cannot train in torch.float16; set train.dtype to float32, or use --model.attention auto",
+            "cannot train in torch.float16; set train.dtype to float32, or use model.attention auto",
         ),
     ],
 )

@@ -228,7 +228,7 @@ def test_it_is_compiled_without_a_break(device, monkeypatch):
 
 def test_it_trains_on_a_gpu_alone_but_is_read_everywhere():
     config = dataclasses.replace(PLAIN, attention="triton")
-    with pytest.raises(UserError, match="triton cannot train on cpu, only on cuda; use --model.attention shifted"):
+    with pytest.raises(UserError, match="triton cannot train on cpu, only on cuda; use model.attention shifted"):
         attention_backend(config, "cpu")
     ours, shifted = lively(config), lively(PLAIN)
     tokens, targets = stream()
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused_with_the_reason(d_head, dtype, capability,
         assert refusal is None
     else:
         assert refusal is not None
-        assert re.fullmatch(f"model.attention triton {reason}(, or|;) use --model.attention shifted", str(refusal))
+        assert re.fullmatch(f"model.attention triton {reason}(, or|;) use model.attention shifted", str(refusal))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -275,7 +275,7 @@ def test_a_frozen_operand_gets_no_gradient():
 def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     model = TransformerXLConfig(attention="compiled")
     assert attention_backend(model, "cpu").name == "compiled"
-    with pytest.raises(UserError, match="compiled cannot train on cuda:0, only on cpu; use --model.attention shifted"):
+    with pytest.raises(UserError, match="compiled cannot train on cuda:0, only on cpu; use model.attention shifted"):
         attention_backend(model, "cuda:0")
     numbers, scope, _ = operands(SHAPES["narrower than a vector"], torch.float32)
     numbers = [each.double().requires_grad_() for each in numbers]

@@ -255,7 +255,7 @@ def attention_note(
     if gpu is not None and dtype in (torch.float32, torch.bfloat16) and (gpu, dtype) not in FASTEST_CAPTURED:
         chosen = attention_backend(model, device, dtype).name
         return (
-            f"no attention backend was timed in {str(dtype)[6:]} on {gpu}; {chosen} is used, --model.attention triton "
+            f"no attention backend was timed in {str(dtype)[6:]} on {gpu}; {chosen} is used, model.attention triton "
             f"may be faster"
         )
     if model.attention != "fastest" or (device or "cpu") != "cpu":

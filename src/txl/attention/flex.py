@@ -88,9 +88,11 @@ class SegmentPhases:
         (n_lane, n_key, n_head, d_head), dtype = key.shape, query.dtype
         with torch.autocast(query.device.type, enabled=False):  # all operands have the dtype of the query
             by_head = weight.to(dtype).view(n_head, d_head, -1)
+            # p = W_kR^T (q + v) moves the projection of R to the query: S distances need no projection at all.
             p = torch.einsum("bthd,hde->bhte", query + v.to(dtype), by_head)
             p_s, p_c = p.chunk(2, dim=-1)
             phi = torch.cat([p_c * self.sin - p_s * self.cos, p_s * self.sin + p_c * self.cos], dim=-1)
+            # [q + u ; B^T phi] . [k ; B^T psi] = (a) + (c) + (b) + (d).
             wide_query = torch.cat([(query + u.to(dtype)).transpose(1, 2), phi @ self.basis], dim=-1)
             psi = self.key.expand(n_lane, n_head, n_key, -1)
             wide_key = torch.cat([key.transpose(1, 2), psi], dim=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from txl.errors import UserError
+from txl.errors import Field, UserError
 
 
 class AttentionRefused(UserError):
@@ -18,7 +18,8 @@ class AttentionRefused(UserError):
         self._arguments = backend, why, instead
         self.reason = f"model.attention {backend} {why}"
         """The message without the last remedy, for callers that take the other backend themselves."""
-        super().__init__(f"{self.reason}{', or' if ';' in why else ';'} use --model.attention {instead}")
+        problem = f" {backend} {why}{', or' if ';' in why else ';'} use "
+        super().__init__((Field("model.attention"), problem, Field("model.attention", instead)))
 
     def __reduce__(self) -> tuple[type[AttentionRefused], tuple[str, str, str]]:
         """Return how pickle makes the error again in another process."""

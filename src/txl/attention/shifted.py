@@ -37,7 +37,7 @@ def shifted_view(buffer: Float[Tensor, "H BT W"], n_lane: int, n_query: int) -> 
 def padded_positions(position: Float[Tensor, "S H D"]) -> Float[Tensor, "H W D"]:
     """Return the positions, heads first, with a row of zeros in front."""
     n_key, n_head, d_head = position.shape
-    padded = position.new_zeros(n_head, n_key + 1, d_head)
+    padded = position.new_zeros(n_head, n_key + 1, d_head)  # the padding of Appendix B, once instead of in each row
     padded[:, 1:] = position.transpose(0, 1)
     return padded
 
@@ -70,7 +70,7 @@ def masked_scores(
         buffer[:, :, : n_key + 1 - scope.window] = -math.inf
 
     scores = torch.bmm(query_u.flatten(0, 1), key.flatten(0, 1).transpose(1, 2))  # terms (a) and (c)
-    scores += shifted_view(buffer, n_lane, n_query)
+    scores += shifted_view(buffer, n_lane, n_query)  # column c of row i becomes key c - (T-1-i): no copy
     _hide_unfilled(scores.view(n_head, n_lane, n_query, n_key), scope)
     return scores
 
@@ -83,7 +83,7 @@ def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
         unfilled = torch.arange(scope.memory, device=scores.device) < oldest[:, None]
         scores[..., : scope.memory].masked_fill_(unfilled[:, None], -math.inf)
     elif scope.filled is not None:
-        for lane, filled in enumerate(scope.filled):
+        for lane, filled in enumerate(scope.filled):  # a lane that was reset: its oldest positions hold zeros
             scores[:, lane, :, : scope.memory - filled] = -math.inf
 
 

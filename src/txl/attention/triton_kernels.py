@@ -179,6 +179,7 @@ def forward_kernel(
     oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
     seed = 0 if seed_at is None else tl.load(seed_at)
 
+    # Online softmax: the greatest score so far, the sum of exp(score - greatest), and the values weighted alike.
     band = n_query - BLOCK - first_query  # first row of the band for a tile with first key 0
     rows = _rows(position, position_row, band + start, n_key, d_operand, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
@@ -245,6 +246,7 @@ def query_gradient_kernel(
     )
     row = first_query + tl.arange(0, BLOCK)
     place = (lane * n_head + head) * n_query + row
+    # delta_i = dO_i . O_i = sum_j P_ij dP_ij, which the softmax's derivative subtracts from every dP_ij.
     row_delta = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
     tl.store(delta + place, row_delta, mask=row < n_query)
     row_lse = tl.load(lse + place, mask=row < n_query, other=0.0)

@@ -71,7 +71,7 @@ class AdaptiveEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, config: ModelConfig):
         super().__init__()
-        d_embed = config.d_embed or config.d_model
+        d_embed = config.d_embed or config.d_model  # d_0, width of the shortlist
         self.bounds = cluster_bounds(vocab_size, config.cutoffs)
         self.d_model = config.d_model
         self.scale = config.embedding_scale
@@ -195,12 +195,13 @@ class AdaptiveSoftmax(nn.Module):
         if len(self.bounds) == 1:
             return losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
         shortlist = self.bounds[0][1]
-        # In the head the logit of a cluster stands for all of its tokens.
+        # log p(x) = log p_head(cluster of x) + log p_cluster(x). In the head, a tail cluster is one further class after
+        # the shortlist.
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)
-        for tail, (first, _) in enumerate(self.bounds[1:], start=1):
+        nll = losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)  # every target
+        for tail, (first, _) in enumerate(self.bounds[1:], start=1):  # only the targets of that cluster
             here = cluster == tail
             places = here.nonzero().squeeze(1) if tail_rows is None else _places(here, tail_rows[tail - 1])
             if places.numel():
@@ -226,7 +227,7 @@ class AdaptiveSoftmax(nn.Module):
             inner = self._projected(hidden, embedding, 0)
             clusters = logits(inner, self.cluster_weight, self.cluster_bias)
             head = torch.cat([head, clusters], dim=-1)
-        head = head.log_softmax(dim=-1)
+        head = head.log_softmax(dim=-1)  # [N, shortlist + C]
         parts = [head[:, :shortlist]]
         for tail in range(1, len(self.bounds)):
             within = self._logits(hidden, embedding, tables, tail).log_softmax(dim=-1)

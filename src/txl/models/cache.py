@@ -167,6 +167,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         """Return the losses with the cache, without gradient, the model's losses with gradient, and the next state."""
         plain, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
         nll = plain.detach()
+        # -log((1 - lambda) p_model + lambda p_cache), Equation 4, in logarithms.
         mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
         return torch.where(any_pair, mixed, nll), plain, state
 
@@ -192,6 +193,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         cached = torch.zeros(len(thetas), *targets.shape, dtype=torch.float64, device=hidden.device)
         any_pair = torch.zeros_like(targets, dtype=torch.bool)
         for block in blocks:
+            # p_cache(target): the shares of the pairs whose token is the target (Equation 3).
             matches = block.following[:, None] == targets[:, block.positions, None]
             any_pair[:, block.positions] = block.seen.any(dim=-1)
             for number, theta in enumerate(thetas):
@@ -223,6 +225,7 @@ class ContinuousCache(LanguageModel[CacheState]):
         if not isinstance(state, CacheState):
             raise UserError("the state belongs to another model; expected one that this cache's init_state made")
         hidden, inner = self.model.hidden_states(tokens, state.inner)
+        # In float32, because theta multiplies these products before an exponential.
         n_before, new = state.hidden.shape[1], at_least_float32(hidden).detach()
         keys = torch.cat([state.hidden, new], dim=1) if n_before else new
         following = torch.cat([state.following, tokens if n_before else tokens[:, 1:]], dim=1)

@@ -85,7 +85,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int, compiled: bool
     ) -> Tensor:
-        losses, sums = [], []
+        losses, sums = [], []  # the logits of a chunk are discarded at once
         for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
             loss, of_rows = _losses_and_sums(_logits(part, weight, bias), target, compiled)
             losses.append(loss)
@@ -98,7 +98,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         hidden, weight, bias, targets, sums = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
+        grad_hidden = torch.empty_like(hidden)  # d loss / d hidden = (softmax - onehot) W, chunk by chunk
         # Sums over chunks are kept in the precision of the loss.
         grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
         grad_bias = torch.zeros_like(bias, dtype=sums.dtype)

@@ -54,7 +54,7 @@ class FamilyModel(LanguageModel[StateT]):
         config.validate()
         if vocab_size < 1:
             raise UserError(f"the vocabulary has {vocab_size} tokens; a model needs at least 1")
-        self.config = dataclasses.replace(config)
+        self.config = dataclasses.replace(config)  # a copy: changes of the caller's do not reach the model
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
         self.context = config.context
@@ -139,6 +139,7 @@ class FamilyModel(LanguageModel[StateT]):
             factor = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)[tokens]
             if begins is not None:
                 factor[:, 0] = torch.where(begins, 1.0, factor[:, 0])
+            # One draw for the whole vocabulary: a word is dropped at all of its positions.
             hidden = hidden * factor[..., None].to(hidden.dtype)
         return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 

@@ -183,6 +183,7 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
             state: memory before the tokens.
             temperature: as in `nll_at`.
         """
+        # Unselected positions get the target 0, and their losses are not returned.
         following = tokens.new_zeros(tokens.numel()).index_copy(0, at, targets).view_as(tokens)
         return self.nll_at(tokens, following, state, temperature)[0].flatten()[at]
 

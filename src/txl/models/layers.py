@@ -46,6 +46,7 @@ class LockedDropout(nn.Module):
         """Drop features in training; otherwise return the input itself."""
         if not self.training or self.p == 0:
             return hidden
+        # One row of ones for each lane: every position of the segment loses the same features.
         ones = hidden.new_ones(*hidden.shape[:-2], 1, hidden.shape[-1])
         return hidden * F.dropout(ones, self.p)
 
@@ -130,6 +131,7 @@ class PositionwiseFeedForward(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*lanes E"]) -> Float[Tensor, "*lanes E"]:
         """Compute the sub-layer for one segment."""
+        # FFN(x) = W_2 relu(W_1 x + b_1) + b_2, then post-norm as in the paper or pre-norm.
         inner = self.inner(self.norm(hidden) if self.pre_norm else hidden)
         output = self.dropout(self.outer(self.dropout_inner(F.relu(inner))))
         return hidden + output if self.pre_norm else self.norm(hidden + output)

@@ -96,6 +96,7 @@ class ProjectedSegment:
             self.buffers, self.start = held.buffers, held.end - self.n_memory
         else:
             n_key = self.n_memory + n_new
+            # Room for half as much again: a copy of M positions is then made every M/2 tokens.
             self.buffers, self.start = StreamBuffers(n_key + max(2 * n_new, n_key // 2, 32)), 0
             self.buffers.take(0, n_key)
         self.end = self.start + self.n_memory + n_new
@@ -208,6 +209,7 @@ class Memory:
         """Return the memory after a segment of training, from the states that entered each layer (Section 3.2)."""
         n_new = layer_inputs[0].shape[1]
         keep = min(self.capacity, self.length + n_new)
+        # SG(m): no gradient flows into memory, except within a step of several segments.
         left = layer_inputs if self.differentiable else [each.detach() for each in layer_inputs]
         hidden = tuple(_newest(old, new, keep) for old, new in zip(self.hidden, left, strict=True))
         return self.followed_by(n_new, hidden)
@@ -309,7 +311,7 @@ class Memory:
 def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
     """Return the last `keep` positions of [old, new]; dropped positions are neither read nor kept alive."""
     n_new = new.shape[1]
-    if keep <= n_new:
+    if keep <= n_new:  # a clone, because a view would keep the whole segment alive
         return new if keep == n_new else new[:, n_new - keep :].clone()
     return torch.cat([old[:, old.shape[1] - (keep - n_new) :], new], dim=1)
 

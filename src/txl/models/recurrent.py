@@ -265,6 +265,7 @@ class QRNNLayer(nn.Module):
         weight = self.convolution.weight
         if self.training and self.weight_drop > 0:
             weight = F.dropout(weight, self.weight_drop)
+        # Z, F and O before their nonlinearities, in float32: states are sums over the whole text.
         gates = at_least_float32(linear(windows, weight, self.convolution.bias, few=False))
         candidate, forget, output = gates.chunk(3, dim=-1)
         forget = torch.sigmoid(forget)

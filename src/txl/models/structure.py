@@ -53,6 +53,7 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
         own, original = vars(view), vars(module)
         own.update(original, training=False)
         own.pop("_compiled_call_impl", None)  # bound to the original module and its mode
+        # Dictionaries of parameters and hooks are shared, so that the view follows the model; those of modules are not.
         own["_modules"] = {name: None if child is None else viewed(child) for name, child in module._modules.items()}
         for name, value in original.items():
             if type(value) is MethodType and value.__self__ is module:

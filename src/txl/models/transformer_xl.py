@@ -92,12 +92,14 @@ class RelativeMultiHeadAttention(nn.Module):
         Returns:
             LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
+        # The segment is h, memory m: [SG(m) o h] is never made, because keys and values are projected part by part.
         context, before = hidden, memory
         if self.pre_norm:
             context = self.norm(hidden)
             before = self.norm(memory) if memory.shape[1] else memory
         query, (key, value) = self.query(context), self.keys_and_values(context, before)  # of h, and of [SG(m) o h]
         u, v = self.biases(shared_biases)
+        # A^rel = (a) q k + (b) q W_kR R + (c) u k + (d) v W_kR R, then Masked-Softmax and the values (Section 3.3).
         if isinstance(r, SegmentPhases):
             attended = r.attend(query, key, value, self.r_proj.weight, u, v)
         else:
@@ -124,6 +126,7 @@ class RelativeMultiHeadAttention(nn.Module):
             shared_biases, scope: as for `forward`.
         """
         context = self.norm(hidden) if self.pre_norm else hidden
+        # Keys of earlier segments stay as they are: with fixed weights, W_k m is what it was when m was read.
         key, value = segment.append(layer, hidden, *self.keys_and_values(context))
         operands = Operands(self.query(context), key, value, position, *self.biases(shared_biases))
         return self.merge(hidden, self.attend(operands, scope))
@@ -157,6 +160,7 @@ class RelativeMultiHeadAttention(nn.Module):
     def biases(self, shared: Biases | None) -> Biases:
         """Return u and v: the shared ones if given, else those of this layer; zeros without terms (c) and (d)."""
         if self.learns_distances:
+            # Shaw et al. have terms (a) and (b) alone; zeros for u and v remove (c) and (d) exactly.
             zeros = self.distances.new_zeros(self.n_head, self.d_head)
             return zeros, zeros
         return (self.u, self.v) if shared is None else shared
@@ -228,6 +232,7 @@ class TransformerXL(FamilyModel[Memory]):
         self.attention_note = attention_note(config, device, dtype)
         self.phase_tables = PhaseTables(config.d_model) if self.backend.factorises else None
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
+        # The paper's u and v are shared by all layers; `untie_r` gives each layer its own, as the authors' code can.
         self.shares_biases = config.encoding == "relative" and not config.untie_r
         if self.shares_biases:
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
@@ -279,7 +284,7 @@ class TransformerXL(FamilyModel[Memory]):
             or state.hidden[0].shape[-1] != self.config.d_model
         ):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
-        begins = None
+        begins = None  # lanes whose first token `dropout_words` spares
         if self.training and self.config.dropout_words > 0:
             # A token without memory sees only itself. If its word were dropped, it would be exactly 0 in every layer,
             # and the backward pass of each LayerNorm would multiply its gradient by 1/sqrt(eps) = 316.
@@ -296,7 +301,7 @@ class TransformerXL(FamilyModel[Memory]):
         r = self._relative_positions(hidden, state)
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope = state.scope()
-        layer_inputs = []
+        layer_inputs = []  # h^{n-1} of every layer n becomes its memory m^{n-1} (Section 3.2)
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             stopped = (memory if state.differentiable else memory.detach()).to(hidden.dtype)  # SG(m)
@@ -336,6 +341,7 @@ class TransformerXL(FamilyModel[Memory]):
         """Return R [S,E], or with learned vectors the distances [S] themselves."""
         if self.config.encoding == "shaw":
             return distances
+        # The authors drop features of R as they drop those of the embedding.
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
 
     def _relative_positions(self, hidden: Tensor, state: Memory) -> Tensor | SegmentPhases:
@@ -360,7 +366,7 @@ class TransformerXL(FamilyModel[Memory]):
         shared_biases = (self.u, self.v) if self.shares_biases else None
         scope, n_key = state.scope(), state.length + n_new
         for number, layer in enumerate(self.layers):
-            position = held.positions[number]
+            position = held.positions[number]  # [H,L,D] for L >= S distances, the farthest first
             position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
             hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
         return hidden, state.after_projected(segment)
@@ -439,7 +445,8 @@ class TransformerXL(FamilyModel[Memory]):
                 attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
                 for attention, memory in zip(attentions, memories, strict=True)
             ]
-            keys, values = (tuple(each.permute(2, 0, 1, 3) for each in kind) for kind in zip(*both, strict=True))
+            # Heads first: the rows of one head lie side by side, as the products of a decoding step read them.
+            keys, values = (tuple(rows.permute(2, 0, 1, 3) for rows in kind) for kind in zip(*both, strict=True))
             held = Projections(frozen, autocast, keys, values, ())
         n_key, n_known = state.length + n_new, held.positions[0].shape[1] if held.positions else 0
         if n_known < n_key:

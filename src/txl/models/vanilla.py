@@ -86,7 +86,7 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Compute the sub-layer for one segment."""
-        context = self.norm(hidden) if self.pre_norm else hidden
+        context = self.norm(hidden) if self.pre_norm else hidden  # no memory: keys are those of the segment
         query, key, value = (
             self.dropout_qkv(project(context)).unflatten(-1, (self.n_head, self.d_head))
             for project in (self.q_proj, self.k_proj, self.v_proj)
