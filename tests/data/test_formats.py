@@ -214,14 +214,14 @@ def test_a_bad_byte_is_named_with_its_offset_and_line(tmp_path):
     before = "naïve\n".encode() * 200_000
     path.write_bytes(before + b"caf\xe9\n")
     offset = len(before) + 3
-    assert f"byte 0xE9 at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "bpe")
+    assert f"byte 0xE9 at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "char")
     path.write_bytes(before + b"caf\0\n")
-    assert f"a NUL byte at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "bpe")
+    assert f"a NUL byte at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "char")
 
 
 def test_the_unit_byte_says_that_a_text_is_in_another_encoding(trained, tmp_path, capsys):
     path = tmp_path / "novel.txt"
-    path.write_bytes("Ein schöner Müller\n".encode("latin-1") * 300)
+    path.write_bytes("Ein schöner Müller\n".encode("latin-1") * 30)
     for _ in range(2):  # when it is prepared, and later
         assert main(["data", "info", str(path), "--data-dir", str(tmp_path / "data")]) == 0
         said = capsys.readouterr().out

@@ -7,6 +7,7 @@ import os
 import sysconfig
 from pathlib import Path
 
+from txl.data.formats import first_bad_byte
 from txl.data.pieces import SPLITS, TRAIN_END, VALID_END, Piece, Pieces
 
 
@@ -30,30 +31,19 @@ def stdlib_pieces(unit: str = "byte") -> Pieces:
     units leave them out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = [path.relative_to(root).as_posix() for path in stdlib_files()]
-    sizes = {name: (root / name).stat().st_size for name in found}
-    order = sorted(found, key=lambda name: hashlib.sha256(name.encode()).digest())
-    total, seen = sum(sizes.values()), 0
+    sizes = {path.relative_to(root).as_posix(): path.stat().st_size for path in stdlib_files()}
+    middle, total = 0.0, sum(sizes.values())
     names: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for name in order:
-        middle = seen + sizes[name] / 2
-        split = "train" if middle < TRAIN_END * total else "valid" if middle < VALID_END * total else "test"
-        names[split].append(name)
-        seen += sizes[name]
+    for name in sorted(sizes, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        middle += sizes[name] / 2
+        names["train" if middle < TRAIN_END * total else "valid" if middle < VALID_END * total else "test"].append(name)
+        middle += sizes[name] / 2
+    # Behind a line end, a character that the end of a file cuts off is a bad byte, too.
     return {
         split: [
             Piece(root / name)
             for name in sorted(names[split])
-            if sizes[name] and (unit == "byte" or _is_utf8(root / name))
+            if sizes[name] and (unit == "byte" or first_bad_byte((root / name).read_bytes() + b"\n") is None)
         ]
         for split in SPLITS
     }
-
-
-def _is_utf8(path: Path) -> bool:
-    content = path.read_bytes()
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in content
