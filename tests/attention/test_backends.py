@@ -97,7 +97,7 @@ def test_an_unknown_name_is_refused():
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
         UserError,
-        match=r"'flash'; expected one of auto, fastest, .*reference, shifted, compiled, triton, flex",
+        match=r"flash; expected one of auto, fastest, .*reference, shifted, compiled, triton, flex",
     ):
         attention_backend(unknown)
 

@@ -232,7 +232,7 @@ def attention_backend(
         return next(BACKENDS[name] for name in names if BACKENDS[name].refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join([*_CHOICES, *BACKENDS])
-        raise UserError(f"model.attention is {model.attention!r}; expected one of {names}")
+        raise UserError(field="model.attention", value=model.attention, expected=f"one of {names}")
     backend = BACKENDS[model.attention]
     if (refusal := backend.refusal(model, device)) is not None:
         raise refusal

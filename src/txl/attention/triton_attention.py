@@ -27,9 +27,9 @@ from txl.attention.equations import KeyScope, Operands
 from txl.attention.refused import AttentionRefused
 from txl.attention.shifted import shifted_attention
 
+# Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes 0.85
+# of the time that it takes with 512 (enwik8-12L on an H200).
 _POSITION_PROGRAMS = 2048
-"""Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes
-0.85 of the time that it takes with 512 (enwik8-12L on an H200)."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Tiling:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
+# Names in `triton_kernels`.
 KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "position_gradient_kernel")
-"""Names in `triton_kernels`."""
 
 
 @functools.cache

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Arguments that Triton must not specialise code for: memory grows, and the last segments are shorter.
 SIZES = ["n_lane", "n_query", "n_key", "window", "n_group"]
-"""Arguments that Triton must not specialise code for: memory grows, and the last segments are shorter."""
 
 
 @triton.jit

@@ -14,10 +14,10 @@ from txl.models.recurrent import RecurrentModel
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 
+# Model class of every family, by configuration class.
 FAMILIES: dict[type[ModelConfig], type[FamilyModel]] = {
     model.config_class: model for model in (TransformerXL, VanillaTransformer, RecurrentModel)
 }
-"""Model class of every family, by configuration class."""
 
 
 def build_model(

@@ -29,12 +29,12 @@ from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import CacheSettings, LanguageModel, State
 from txl.models.loss import EVERY_TARGET, Objective
 
+# Largest number of products h_t . h_i that exist at a time.
 MAX_SCORES = 1 << 24
-"""Largest number of products h_t . h_i that exist at a time."""
+# Largest size of a cache in pairs, larger than any text used here.
 MAX_SIZE = 1 << 32
-"""Largest size of a cache in pairs, larger than any text used here."""
+# Largest theta: products of hidden states times a larger theta overflow float32.
 _MOST_THETA = 1e30
-"""Largest theta: products of hidden states times a larger theta overflow float32."""
 
 
 @dataclass(frozen=True)

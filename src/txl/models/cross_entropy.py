@@ -17,10 +17,10 @@ from txl.config import validate_temperature
 from txl.native.operations import compiled_cross_entropy, linear, losses_and_sums, serves, write_gradient
 from txl.native.tensors import transforms_are_active
 
+# Largest number of logits that exist at a time: 128 MiB in float32.
 MAX_LOGITS = 1 << 25
-"""Largest number of logits that exist at a time: 128 MiB in float32."""
+# `ignore_index` that is no class (PyTorch's default silently gives target -100 a loss of 0).
 _NEVER = -(2**62)
-"""`ignore_index` that is no class (PyTorch's default silently gives target -100 a loss of 0)."""
 
 
 def nll_at_temperature(

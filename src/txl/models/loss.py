@@ -20,8 +20,8 @@ from txl.config import LossName, ModelConfig, VanillaConfig
 from txl.models.cross_entropy import at_least_float32, linear_cross_entropy
 from txl.models.layers import Linear
 
+# Number of rows for the targets of each tail cluster of an adaptive softmax.
 TailRows = tuple[int, ...]
-"""Number of rows for the targets of each tail cluster of an adaptive softmax."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Objective:
         return {"full": n_position, "half": n_position - n_position // 2, "last": 1}[self.loss]
 
 
+# Full loss, at the beginning of training.
 EVERY_TARGET = Objective()
-"""Full loss, at the beginning of training."""
 
 
 def training_terms(

@@ -21,8 +21,8 @@ from txl.config import Lengths
 from txl.devices import sent
 from txl.models.structure import Frozen
 
+# Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied.
 _TAKING = threading.Lock()
-"""Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied."""
 
 
 class StreamBuffers:

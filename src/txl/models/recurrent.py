@@ -112,19 +112,18 @@ def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[
     return states
 
 
+# State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and the last K-1 inputs, [B,K-1,I].
 LayerState = tuple[Tensor, ...]
-"""State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and the last K-1 inputs, [B,K-1,I]."""
 
+# Devices where autocast, even to bfloat16, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
+#
+# The loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
+# devices and compute in the precision of their weights.
 AUTOCAST_IS_FLOAT16 = ("cuda",)
-"""Devices where autocast, even to bfloat16, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
-
-The loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
-devices and compute in the precision of their weights.
-"""
+# The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (seen with AVX2 alone). LSTMs disable autocast there.
 _HAS_NO_BFLOAT16 = (
     ("cpu",) if torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported() else ()
 )
-"""The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (seen with AVX2 alone). LSTMs disable autocast there."""
 
 
 def _computes_in_own_precision(kind: str) -> bool:

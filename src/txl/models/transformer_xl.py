@@ -36,8 +36,8 @@ from txl.native.build import library
 from txl.native.operations import MOST_ROWS, sums_dtype
 from txl.native.tensors import readable
 
+# u and v, [H,D] each.
 Biases = tuple[Tensor, Tensor]
-"""u and v, [H,D] each."""
 
 
 class RelativeMultiHeadAttention(nn.Module):

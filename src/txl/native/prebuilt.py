@@ -26,6 +26,7 @@ class Processor(NamedTuple):
     """Flags that Linux must list for the processor (/proc/cpuinfo)."""
 
 
+# Kinds of processors, fastest first. Older processors and other architectures have no library.
 PROCESSORS = (
     # AMX tiles are used if the processor has them; the library checks this at run time (panels.h).
     Processor(
@@ -36,7 +37,6 @@ PROCESSORS = (
     Processor("avx512", ("-march=x86-64-v4",), _V4),
     Processor("avx2", ("-march=x86-64-v3",), _V3),
 )
-"""Kinds of processors, fastest first. Older processors and other architectures have no library."""
 
 
 def library_name(processor: Processor, sources: dict[str, str]) -> str:

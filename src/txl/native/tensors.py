@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from txl.native.build import library, why_not
 
 Pointer, Count = ctypes.c_void_p, ctypes.c_int64
+# Dtypes of activations, with the suffixes of the library's functions for them.
 SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Dtypes of activations, with the suffixes of the library's functions for them."""
 
 
 def computes(values: Tensor, *parameters: Tensor) -> bool:
