@@ -122,7 +122,12 @@ def test_the_source_archive_can_be_tested_and_holds_nothing_that_was_made(archiv
         "setup.py pyproject.toml constraints.txt Makefile README.md LICENSE CHANGELOG.md CONTRIBUTING.md SECURITY.md"
     )
     assert {*needed.split(), "CITATION.cff", "tests/conftest.py", "examples/train.py", "docs/index.md"} <= names
-    assert {"src/txl/native/attend.cpp", "src/txl/native/vectors.h", "src/txl/serving/static/index.html"} <= names
+    assert {
+        "src/txl/native/attend.cpp",
+        "src/txl/native/vectors.h",
+        "src/txl/serving/static/index.html",
+        "src/txl/reporting/templates/page.html",
+    } <= names
     made = [
         name for name in names if name.endswith((".so", ".pyc", ".o")) or name.startswith(("dist", "runs", ".venv"))
     ]

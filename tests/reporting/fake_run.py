@@ -19,6 +19,8 @@ CACHE = {"cache_size": 2000, "cache_theta": 0.6, "cache_lambda": 0.05}
 BYTES_PER_TOKEN = {"byte": 1.0, "char": 1.02, "word": 5.4, "bpe": 3.7}
 COMMAND = ("/usr/bin/txl", "train", "stdlib-tiny", "--out", "runs/my demo")
 START = 1_790_000_000.0
+MEASURED = ("split", "corpus", "unit", "checkpoint", "sha256_text")
+"""Fields that say what an evaluation was measured on."""
 PARTS = {"embedding": 131_072, "positions": 65_792, "attention": 327_680, "feed_forward": 788_480, "norms": 2_048}
 
 
@@ -67,6 +69,9 @@ def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) 
         "exhaustive": False,
         "dtype": "float32",
         "temperature": 1.0,
+        "unknown": None,
+        "dynamic": None,
+        "sha256_text": sha256("stdlib test text"),
         "sliding": False,
         "cache_size": None,
         "cache_theta": None,
@@ -114,6 +119,11 @@ class FakeRun:
             parameters=PARTS,
             total_parameters=sum(PARTS.values()),
             attention="shifted",
+            compiled=False,
+            init_from=None,
+            init_note=None,
+            processes=1,
+            run="0123456789abcdef",
             hardware={
                 "cpu": "Example CPU @ 2.50GHz avx2 avx512f",
                 "cores": 2,
@@ -147,9 +157,11 @@ class FakeRun:
             )
             if step % valid_every == 0:
                 row = evaluation(self.loss(step) + 0.06, 128, unit=self.unit, tokens=49_990, dropped=9, window=None)
-                unsaid = ("split", "corpus", "unit", "checkpoint")
-                self.log("valid", step, **{name: value for name, value in row.items() if name not in unsaid})
-                self.log("checkpoint", step, directory=f"step-{step:08}", best=True)
+                row = {name: value for name, value in row.items() if name not in MEASURED}
+                self.log("valid", step, averaged=None, **row)
+                self.log(
+                    "checkpoint", step, directory=f"step-{step:08}", best=True, copy_seconds=0.1, write_seconds=0.1
+                )
 
     def end(self) -> None:
         self.log("end", self.steps, elapsed=self.steps * 0.0613)
@@ -162,7 +174,7 @@ class FakeRun:
             )
             for length in lengths
         ]
-        shared = {name: rows[0][name] for name in ("split", "corpus", "unit", "checkpoint")}
+        shared = {name: rows[0][name] for name in MEASURED}
         self.log("sweep", self.steps, **shared, rows=rows)
 
     def sample(self, prompt: str, text: str, **changes: Any) -> None:

@@ -61,11 +61,9 @@ def a_record(n_row=4, min_keys=N_KEY, texts=None, marked=(), following=" risk", 
 def test_a_record_changed_by_hand_leaves_the_rest_of_the_report(name, tmp_path):
     run = begun(tmp_path / "run")
     (run.path / "attention").mkdir()
-    for value in ([], {"x": 1}, 5):
-        if value != a_record()[name]:
-            (run.path / "attention" / "attention.json").write_text(json.dumps(a_record() | {name: value}))
-            page = write_report(run.path).read_text(encoding="utf-8")
-            assert "Hardware, software, commands" in page
+    for value in ([], 5):
+        (run.path / "attention" / "attention.json").write_text(json.dumps(a_record() | {name: value}))
+        assert "Hardware, software, commands" in write_report(run.path).read_text(encoding="utf-8")
 
 
 def drawn(draw, size=(7.6, 3.6)):

@@ -86,6 +86,7 @@ def tested(trained, story, data_dir, tmp_path) -> RunDirectory:
     for mem_len in (0, 16):
         row = evaluate(model, corpus.tokens("test"), segment=8, mem_len=mem_len, batch_size=4).to_dict()
         about = {"split": "test", "corpus": corpus.name, "unit": corpus.unit, "checkpoint": "step-00000012"}
+        about["sha256_text"] = corpus.info()["splits"]["test"]["sha256_text"]
         directory.append(EventName.EVAL, 12, **about, **row)
     return directory
 

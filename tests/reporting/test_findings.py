@@ -48,7 +48,7 @@ def test_a_crash_makes_the_run_log_steps_twice_and_the_second_time_counts(run):
 
 
 def test_steps_that_a_rollback_undid_do_not_count(run):
-    run.log("valid", 90, **evaluation(0.1, 128))
+    run.log("valid", 90, averaged=None, **evaluation(0.1, 128))
     run.log("rollback", 60, from_step=100)
     found = read(run)
     assert [event["step"] for event in found.train] == [10, 20, 30, 40, 50, 60]
@@ -80,8 +80,8 @@ def test_a_torn_line_is_passed_over(run):
 
 
 def test_losses_that_are_not_finite_are_not_drawn(run):
-    run.log("valid", 100, **evaluation(math.nan, 128))
-    run.log("valid", 101, **evaluation(2.0, 128))
+    run.log("valid", 100, averaged=None, **evaluation(math.nan, 128))
+    run.log("valid", 101, averaged=None, **evaluation(2.0, 128))
     assert [event["step"] for event in read(run).valid] == [101]
 
 

@@ -64,22 +64,22 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.data.corpora import open_corpus, refuse_unused, with_absolute_paths
     from txl.runs.directory import RunDirectory
 
-    began, limit, given = time.monotonic(), arguments.test_tokens, config_options(arguments)
+    began, limit, options = time.monotonic(), arguments.test_tokens, config_options(arguments)
     directory, base, device = RunDirectory(arguments.out), base_config(arguments.preset), pick_device(None)
     is_begun, is_adjusted = directory.config_path.exists(), arguments.preset == _PRESET
-    config = with_options(directory.config() if is_begun and is_adjusted else base, given)
+    config = with_options(directory.config() if is_begun and is_adjusted else base, options)
     lanes = 2 * config.eval.batch_size
     require(limit is None or limit >= lanes, "test_tokens", limit, f"{lanes} (two for each lane) or more")
     writable_folder(arguments.out)
-    if config.data.corpus != base.data.corpus and "data.source" not in given:
+    if config.data.corpus != base.data.corpus and "data.source" not in options:
         config.data.source = None
     config.data = with_absolute_paths(config.data)
-    refuse_unused(config.data, given)
+    refuse_unused(config.data, options)
     check_corpus(config.data.corpus)
     keep_freed_memory()
     if is_adjusted and not is_begun:
         validate(config)  # before the machine is timed
-        config = suited(config, given, device)
+        config = suited(config, options, device)
 
     from txl.reporting.report import default_checkpoint, summary_lines, write_report
     from txl.runs.events import EventName
@@ -116,29 +116,29 @@ def _options(base: RunConfig, config: RunConfig) -> list[str]:
     return [word for name in changed for word in (f"--{name.replace('_', '-')}", values[name])]
 
 
-def suited(config: RunConfig, given: dict[str, str], device: str) -> RunConfig:
+def suited(config: RunConfig, options: dict[str, str], device: str) -> RunConfig:
     """Return a copy for this machine: its arithmetic, steps that fit into the demo's time, and what follows from them.
 
     Args:
         config: configuration with the user's options.
-        given: options of the user by dotted name, which stay.
+        options: options of the user by dotted name, which stay.
         device: device that trains.
     """
     from txl.minutes.rule import rate_of, with_copying
     from txl.runs.environment import multiplies_bfloat16
     from txl.training.compilation import can_capture
 
-    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | given)
-    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | given)
-    if "train.steps" not in given:
-        config.train.steps = _steps(config, given, device)
-    config = with_copying(config, given)
-    if "train.learning_rate" not in given:
+    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | options)
+    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | options)
+    if "train.steps" not in options:
+        config.train.steps = _steps(config, options, device)
+    config = with_copying(config, options)
+    if "train.learning_rate" not in options:
         config.train.learning_rate = rate_of(config.train.steps)
     return config
 
 
-def _steps(config: RunConfig, given: dict[str, str], device: str) -> int:
+def _steps(config: RunConfig, options: dict[str, str], device: str) -> int:
     """Return as many steps as fit into the demo's time, by the time of a few steps on random tokens.
 
     They are at most the configuration's, and those if the size of the vocabulary depends on the text.
@@ -152,7 +152,7 @@ def _steps(config: RunConfig, given: dict[str, str], device: str) -> int:
     if vocab_size is None:
         return most
     seconds = step_seconds(config, vocab_size, device)
-    short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), given)
+    short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), options)
     least = _LEAST_COPYING if short.model.first_weights == "induction" else _LEAST
     steps = steps_within(_SECONDS, seconds, least, most)
     if steps < most:

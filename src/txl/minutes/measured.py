@@ -65,7 +65,7 @@ class MinutesRun:
 
 def run_in_minutes(
     minutes: float,
-    given: dict[str, str],
+    options: dict[str, str],
     device: str,
     data_dir: str | Path | None = None,
     *,
@@ -76,7 +76,7 @@ def run_in_minutes(
 
     Args:
         minutes: time from `began` to the end of the last evaluation, in minutes.
-        given: options of the user by dotted name, `data.corpus` included; the choice keeps their values.
+        options: options of the user by dotted name, `data.corpus` included; the choice keeps their values.
         device: device that the run trains on.
         data_dir: directory of prepared corpora.
         began: reading of `time.perf_counter` when the command began.
@@ -86,9 +86,9 @@ def run_in_minutes(
         UserError: if the text is too small, the time too short, or the options break a rule.
     """
     base = base_run(minutes, multiplies_bfloat16(device))
-    base.train.capture = can_capture(with_options(base, given), device)
-    data = with_absolute_paths(with_options(base, given).data)
-    _check_options(base, given, device)
+    base.train.capture = can_capture(with_options(base, options), device)
+    data = with_absolute_paths(with_options(base, options).data)
+    _check_options(base, options, device)
     facts = text_facts(data.corpus)
     if facts.bytes < SMALLEST:
         problem = f"has {facts.bytes:,} bytes to train on"
@@ -96,16 +96,16 @@ def run_in_minutes(
         raise UserError(problem, value=data.corpus, expected=f"{SMALLEST:,} or more", remedy=remedy)
 
     def bpe_seconds(vocab_size: int) -> float:
-        return 0.0 if "data.unit" in given else measured_bpe(facts, int(given.get("data.vocab_size", vocab_size)))
+        return 0.0 if "data.unit" in options else measured_bpe(facts, int(options.get("data.vocab_size", vocab_size)))
 
     base.data = replace(data_for(facts, 60 * minutes, bpe_seconds), corpus=data.corpus)
-    refuse_unused(with_options(base, given).data, given)
+    refuse_unused(with_options(base, options).data, options)
     looked = time.perf_counter()
-    corpus = open_corpus(data.corpus, config=with_options(base, given).data, data_dir=data_dir, quiet=quiet)
+    corpus = open_corpus(data.corpus, config=with_options(base, options).data, data_dir=data_dir, quiet=quiet)
     prepared = time.perf_counter() - looked
     splits = {name: len(corpus.tokens(name)) for name in ("train", "valid")}
     text = TokenizedText(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
-    smallest = configured(base, *SHAPES[0], BATCHES[0], given)
+    smallest = configured(base, *SHAPES[0], BATCHES[0], options)
     check_validation_split(smallest, corpus)
     _check_lanes(smallest, corpus)
 
@@ -117,11 +117,11 @@ def run_in_minutes(
     def measure(run: RunConfig) -> StepTimes:
         return measured_speed(run, corpus, device, longest)
 
-    choice = choose(base, text, left(), measure, given)
+    choice = choose(base, text, left(), measure, options)
     seconds = left()  # measured again, because timing took some time
-    choice = replace(planned(choice.run, text, seconds, choice.speed, given), tried=choice.tried)
+    choice = replace(planned(choice.run, text, seconds, choice.speed, options), tried=choice.tried)
     check_steps(choice, seconds)
-    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, given))
+    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, options))
 
 
 def measured_bpe(facts: TextFacts, vocab_size: int) -> float:
@@ -142,11 +142,11 @@ def measured_bpe(facts: TextFacts, vocab_size: int) -> float:
     return long + per_byte * max(0, min(facts.bytes, BPE_TRAINING_BYTES) - size) + encoding
 
 
-def _check_options(base: RunConfig, given: dict[str, str], device: str) -> None:
+def _check_options(base: RunConfig, options: dict[str, str], device: str) -> None:
     """Refuse options that break a rule for every choice of steps and learning rate, or that the device lacks."""
     run = configured(base, *SHAPES[0], BATCHES[0], {})
     run.train.steps, run.train.learning_rate = 10**9, 1.0
-    run = with_options(run, given)
+    run = with_options(run, options)
     validate(run)
     check_trainable(run, device)
 

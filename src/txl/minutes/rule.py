@@ -127,7 +127,7 @@ def choose(
     text: TokenizedText,
     seconds: float,
     measure: Callable[[RunConfig], StepTimes],
-    given: dict[str, str],
+    options: dict[str, str],
 ) -> ChosenRun:
     """Return the configuration with the lowest expected loss.
 
@@ -139,24 +139,24 @@ def choose(
         text: training text.
         seconds: time for training and evaluations.
         measure: function that measures the speed of a configuration on this machine.
-        given: options of the user by dotted name; the choice keeps their values.
+        options: options of the user by dotted name; the choice keeps their values.
 
     Raises:
         UserError: if time or memory are too small for the smallest model, or the options break a rule.
     """
     # The user's options may fix a part of the shape, or the batch: then several of these are the same.
-    shapes = _different(SHAPES, lambda shape: configured(base, *shape, BATCHES[0], given))
-    batches = _different(BATCHES, lambda batch: configured(base, *SHAPES[0], batch, given))
+    shapes = _different(SHAPES, lambda shape: configured(base, *shape, BATCHES[0], options))
+    batches = _different(BATCHES, lambda batch: configured(base, *SHAPES[0], batch, options))
     count = 0
 
     def tried(shape: int, batch: int) -> ChosenRun:
         nonlocal count
         count += 1
-        run = configured(base, *shapes[shape], batches[batch], given)
-        choice = planned(run, text, seconds, measure(run), given)
-        regularised = with_options(with_dropout(run, choice.own_passes), given)
+        run = configured(base, *shapes[shape], batches[batch], options)
+        choice = planned(run, text, seconds, measure(run), options)
+        regularised = with_options(with_dropout(run, choice.own_passes), options)
         if regularised != run:  # dropout takes time; the rate is kept although fewer steps are left
-            choice = planned(regularised, text, seconds, measure(regularised), given)
+            choice = planned(regularised, text, seconds, measure(regularised), options)
         return choice
 
     indices, best = (0, 0), tried(0, 0)
@@ -190,26 +190,26 @@ def check_steps(choice: ChosenRun, seconds: float) -> None:
         raise UserError(problem, field="minutes", expected=f"time for {FEWEST_STEPS} steps or more", remedy=remedy)
 
 
-def configured(base: RunConfig, layers: int, width: int, lanes: int, given: dict[str, str]) -> RunConfig:
+def configured(base: RunConfig, layers: int, width: int, lanes: int, options: dict[str, str]) -> RunConfig:
     """Return a copy of `base` with a shape, a number of lanes and the user's options."""
-    layers, width = int(given.get("model.n_layer", layers)), int(given.get("model.d_model", width))
+    layers, width = int(options.get("model.n_layer", layers)), int(options.get("model.d_model", width))
     run = RunConfig.from_dict(base.to_dict())
     run.model = replace(
         run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
     )
     run.train.batch_size = lanes
-    return with_options(run, given)
+    return with_options(run, options)
 
 
-def with_copying(run: RunConfig, given: dict[str, str]) -> RunConfig:
+def with_copying(run: RunConfig, options: dict[str, str]) -> RunConfig:
     """Return the run with the user's options; a short one begins with heads that copy, if the options allow it.
 
     Families other than Transformer-XL have no such heads.
     """
     if not isinstance(run.model, TransformerXLConfig):
-        return with_options(run, given)
-    usual = with_options(replace(run, model=replace(run.model, init="normal")), given)
-    if usual.train.steps > MOST_COPYING or "model.init" in given or not can_copy(usual.model):
+        return with_options(run, options)
+    usual = with_options(replace(run, model=replace(run.model, init="normal")), options)
+    if usual.train.steps > MOST_COPYING or "model.init" in options or not can_copy(usual.model):
         return usual
     return with_options(usual, {"model.init": "induction"})
 
@@ -225,7 +225,9 @@ def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
     return replace(run, model=replace(run.model, dropout=rate))
 
 
-def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, given: dict[str, str]) -> ChosenRun:
+def planned(
+    run: RunConfig, text: TokenizedText, seconds: float, speed: StepTimes, options: dict[str, str]
+) -> ChosenRun:
     """Return a configuration with the steps and evaluations that fit into `seconds`, and its expected loss.
 
     Evaluations that the user has set (`train.eval_every`, `train.eval_tokens`) take their part of the time.
@@ -236,11 +238,11 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
     train, per_step = run.train, run.train.tokens_per_step
     evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
     evaluated = min(text.valid_tokens, max(100 * run.validation_lanes, int(evaluated)))
-    own = with_options(run, given).train
-    if "train.eval_tokens" in given:
+    own = with_options(run, options).train
+    if "train.eval_tokens" in options:
         evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
     one = evaluated * speed.evaluated_token
-    if "train.eval_every" in given:  # the last step is always evaluated, unless no step is
+    if "train.eval_every" in options:  # the last step is always evaluated, unless no step is
         last, per_evaluation = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
         in_time = int((seconds - last) / (speed.step + per_evaluation))
     else:
@@ -254,13 +256,13 @@ def planned(run: RunConfig, text: TokenizedText, seconds: float, speed: StepTime
     train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
     train.checkpoint_every = train.eval_every
     train.log_every = max(1, round(train.steps / 40))
-    run = with_options(run, given)
+    run = with_options(run, options)
     train = run.train
     taken = train.steps * speed.step + (one * math.ceil(train.steps / train.eval_every) if train.eval_every else 0.0)
     train.planned_minutes = taken / 60
     own_passes = train.steps * per_step / text.own_tokens
     loss = expected_loss(run, text, train.steps)
-    return ChosenRun(with_copying(run, given), loss, passes, own_passes, taken, speed, useful < in_time)
+    return ChosenRun(with_copying(run, options), loss, passes, own_passes, taken, speed, useful < in_time)
 
 
 def rate_of(steps: int) -> float:
@@ -285,7 +287,7 @@ def counted_tokens(tokens: float, own: float, passes: float) -> float:
 
 
 def reasons(
-    choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float, given: Container[str] = ()
+    choice: ChosenRun, text: TokenizedText, minutes: float, prepared: float, options: Container[str] = ()
 ) -> tuple[str, str, str]:
     """Return three lines that describe a choice and its reasons: text, model and training.
 
@@ -294,7 +296,7 @@ def reasons(
         text: training text.
         minutes: number of minutes that the user gave.
         prepared: time that preparing the text took, in seconds.
-        given: names of the user's options.
+        options: names of the user's options.
     """
     facts, run = text.facts, choice.run
     script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text (see txl data info)"
@@ -303,7 +305,7 @@ def reasons(
     unit, per_token = units[run.data.unit], f", {facts.bytes / text.train_tokens:.2f} bytes per token"
     per_token = per_token if run.data.unit in ("bpe", "word") else ""
     why = ""
-    if run.data.unit == "byte" and facts.is_text and "data.unit" not in given:
+    if run.data.unit == "byte" and facts.is_text and "data.unit" not in options:
         why = " (BPE would take too long to prepare)"
     model, train = run.model, run.train
     rate = f", dropout {model.dropout:g}" if model.dropout else ""

@@ -27,7 +27,7 @@ def compressed_bits(sizes: CompressionEvent) -> dict[str, float]:
 
 
 def measure_compression(
-    run_directory: RunDirectory, found: Findings, data_dir: str | Path | None, after_training_text: bool = False
+    run_directory: RunDirectory, facts: Findings, data_dir: str | Path | None, after_training_text: bool = False
 ) -> tuple[JsonObject | None, str | None]:
     """Compress the bytes that the result was measured on, and log the sizes if the log can be written.
 
@@ -35,20 +35,20 @@ def measure_compression(
 
     Args:
         run_directory: directory of the run, whose log receives the sizes.
-        found: contents of the run's log.
+        facts: contents of the run's log.
         data_dir: directory of the prepared corpora; None: the default (`data_directory`).
         after_training_text: True to measure lzma also with the text appended to the training text, if available.
 
     Returns:
         The event and None; or None and the reason why nothing was measured.
     """
-    result = found.result
+    result = facts.result
     n_bytes = None if result is None else scored_bytes(result)
     if result is None or n_bytes is None:
         return None, "the size of the text that was scored is not known"
     folder = data_directory(data_dir)
     try:
-        corpus = _scored_corpus(folder, found, result)
+        corpus = _scored_corpus(folder, result)
         if corpus is None:
             return None, f"the text that was scored is not among the corpora in {folder}; `txl eval` puts it there"
         sizes = compress(corpus.text_bytes(result["split"]), n_bytes)
@@ -60,7 +60,7 @@ def measure_compression(
     fields: JsonObject = {"corpus": result["corpus"], "split": result["split"], "settings": SETTINGS, **sizes}
     fields |= {} if after is None else {LZMA_AFTER: after}
     with suppress(UserError):  # a read-only run still gets its report, with --out
-        run_directory.append(EventName.COMPRESSION, found.train[-1]["step"], **fields)
+        run_directory.append(EventName.COMPRESSION, facts.train[-1]["step"], **fields)
     return {"event": EventName.COMPRESSION, **fields}, None
 
 
@@ -72,13 +72,11 @@ def _after_training_text(corpus: Corpus, split: str, n_bytes: int) -> int | None
     return None
 
 
-def _scored_corpus(folder: Path, found: Findings, result: Evaluation) -> Corpus | None:
-    """Return the prepared corpus that holds the scored text, found by the hash of its split; None if there is none."""
-    split = found.split_of(result)
-    sha256 = result.get("sha256_text") if split is None else split["sha256_text"]
+def _scored_corpus(folder: Path, result: Evaluation) -> Corpus | None:
+    """Return the prepared corpus that holds the scored text, facts by the hash of its split; None if there is none."""
     for path in sorted(folder.glob("*/meta.json")):
         with suppress(UserError):  # a corpus that is damaged, or of another version
             prepared = read_meta(path.parent)["splits"].get(result["split"])
-            if prepared is not None and prepared["sha256_text"] == sha256:
+            if prepared is not None and prepared["sha256_text"] == result["sha256_text"]:
                 return Corpus(path.parent)
     return None

@@ -87,8 +87,8 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
         name: name that is unique in the page.
         title: title for screen readers.
     """
-    highest = max(max(each.values()) for each in gains.values())
-    lengths = sorted({length for each in gains.values() for pair in each for length in pair})
+    highest = max(max(by_pair.values()) for by_pair in gains.values())
+    lengths = sorted({length for by_pair in gains.values() for pair in by_pair for length in pair})
 
     def draw(figure: Figure) -> None:
         across = min(len(gains), 4)

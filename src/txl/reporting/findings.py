@@ -83,10 +83,8 @@ class Findings:
 
     def unknown_tokens(self, row: Evaluation) -> int | None:
         """Return the number of <unk> among the tokens that an evaluation read; None if the log lacks the number."""
-        if (unknown := row.get("unknown")) is not None:
-            return unknown
         split = self.split_of(row)
-        return None if split is None else split.get("unknown")
+        return split["unknown"] if row["unknown"] is None and split is not None else row["unknown"]
 
     def split_of(self, row: Evaluation) -> SplitRecord | None:
         """Return the counts and hashes of the evaluated split; None if it is not part of the training corpus."""
@@ -101,7 +99,7 @@ def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Fin
         events: events of a run's log.
         checkpoint: name of the checkpoint that commands read by default, which the result prefers; None: no preference.
     """
-    stretches = [each for each in select(events, StartEvent) if "train" in each["corpus"]["splits"]]
+    stretches = [event for event in select(events, StartEvent) if "train" in event["corpus"]["splits"]]
     if not stretches:
         return None
     start = stretches[-1]
@@ -113,8 +111,8 @@ def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Fin
     curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
     curve = curves[-1] if curves else []
     shown = [row for row in (result, without, *curve) if row is not None]
-    train = select(_kept(events, EventName.TRAIN, "loss"), TrainEvent)
-    valid = select(_kept(events, EventName.VALID, "nll"), ValidEvent)
+    train = select(_last_of_steps(events, EventName.TRAIN, "loss"), TrainEvent)
+    valid = select(_last_of_steps(events, EventName.VALID, "nll"), ValidEvent)
     samples = select(events, SampleEvent)
     last = [event for event in events if event["event"] in _OF_TRAINING][-1]
     return Findings(
@@ -125,7 +123,7 @@ def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Fin
         without_memory=without,
         curve=curve,
         others=[row for row in reversed(rows) if row not in shown],
-        samples=[each for each in samples if each["checkpoint"] == samples[-1]["checkpoint"]],
+        samples=[sample for sample in samples if sample["checkpoint"] == samples[-1]["checkpoint"]],
         compression=None if result is None else _compression(events, result),
         stopped=next(iter(select([last], ReasonEvent, EventName.STOP)), None),
         ended=last["event"] == EventName.END
@@ -141,7 +139,7 @@ def scored_bytes(row: Evaluation) -> int | None:
     The number is exact for a whole split and for the unit `byte`. Otherwise it is the number of tokens read times the
     split's mean number of bytes per token.
     """
-    width = row.get("bytes_per_token")
+    width = row["bytes_per_token"]
     return None if width is None else round(tokens_read(row) * width)
 
 
@@ -162,7 +160,7 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
             event["event"], []
         )
         for row in rows:
-            if not fits(row.get("dynamic"), AdaptationSettings | None):
+            if not fits(row["dynamic"], AdaptationSettings | None):
                 continue
             key = (*_targets(row), row["mem_len"], row["window"])
             newest.pop(key, None)  # the new row goes to the end
@@ -178,7 +176,7 @@ def _targets(row: Evaluation) -> tuple[object, ...]:
     """Return the settings that two evaluations must share to differ only by memory length and window."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
-    adapting = json.dumps(row.get("dynamic"))
+    adapting = json.dumps(row["dynamic"])
     values: Mapping[str, object] = row
     return (*(values[name] for name in names), adapting)
 
@@ -191,7 +189,7 @@ def _own_way(row: Evaluation, start: StartEvent) -> bool:
     """
     corpus, own = start["corpus"], cast("Mapping[str, object]", start["config"]["eval"])
     split = corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
-    is_whole = split is None or tokens_read(row) == split.get("tokens", tokens_read(row))
+    is_whole = split is None or tokens_read(row) == split["tokens"]
     values: Mapping[str, object] = row
     names = ("temperature", "segment", "batch_size", "clamp_len")
     same = all(values[name] == own[name] for name in names if name in own)
@@ -210,7 +208,7 @@ def _result(
     """
     rows = [row for row in rows if row["split"] == "test" and math.isfinite(row["nll"])]
     # With a cache or dynamic evaluation, the loss is not that of the trained model alone.
-    rows = [row for row in rows if row["cache_size"] is None and row.get("dynamic") is None]
+    rows = [row for row in rows if row["cache_size"] is None and row["dynamic"] is None]
     rows = [row for row in rows if row["corpus"] == start["corpus"]["name"]] or rows
     rows = [row for row in rows if row["checkpoint"] == checkpoint] or rows
     rows = [row for row in rows if _own_way(row, start)] or rows
@@ -226,12 +224,12 @@ def _result(
     return result, None if result["mem_len"] == 0 else without
 
 
-def _kept(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[JsonObject]:
+def _last_of_steps(events: Sequence[JsonObject], kind: EventName, loss: str) -> list[JsonObject]:
     """Return the newest event of each step: after a resume or a rollback, a run logs some steps a second time."""
     by_step: dict[int, JsonObject] = {}
     for event in events:
         if event["event"] in _RETURNS:
-            by_step = {step: kept for step, kept in by_step.items() if step <= event["step"]}
+            by_step = {step: line for step, line in by_step.items() if step <= event["step"]}
         elif event["event"] == kind and math.isfinite(event.get(loss, math.nan)):
             by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]

@@ -237,12 +237,12 @@ def draw_memory_curve(
     if len(positive) > 1 and max(positive) >= 4 * min(positive):
         axes.set_xscale("symlog", base=2, linthresh=min(positive), linscale=1)
     axes.margins(x=0.07)
-    kept = _with_room(axes, lengths)
-    axes.set_xticks(kept)
+    labelled = _with_room(axes, lengths)
+    axes.set_xticks(labelled)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
     for row, length, value in zip(rows, lengths, values, strict=True):
-        if length in kept:
+        if length in labelled:
             axes.annotate(
                 quality_text(row["nll"], unit), (length, value), xytext=(5, 8), textcoords="offset points",
                 ha="center", fontsize=8.5,
@@ -394,10 +394,10 @@ def _with_room(axes: Axes, lengths: Sequence[int]) -> list[int]:
     transform = axes.transScale.transform
     places = [float(transform((length, 1.0))[0]) for length in lengths]
     low, high = (float(transform((edge, 1.0))[0]) for edge in axes.get_xlim())
-    kept, last = [lengths[-1]], None
+    labelled, last = [lengths[-1]], None
     for length, place in zip(lengths[:-1], places, strict=False):
         clear = (places[-1] - place) / (high - low) >= room
         if clear and (last is None or (place - last) / (high - low) >= room):
-            kept.append(length)
+            labelled.append(length)
             last = place
-    return sorted(kept)
+    return sorted(labelled)

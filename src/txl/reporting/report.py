@@ -61,41 +61,41 @@ def write_report(
     config = run_directory.config()
     events = run_directory.events()
     checkpoint = default_checkpoint(run_directory)
-    found = findings(events, checkpoint)
+    facts = findings(events, checkpoint)
     if run_directory.lacks_log():
         log = run_directory.path / "log.jsonl"
         raise UserError(f"{log}: missing or incomplete, and a report is made from it; restore it from a copy")
-    if found is None or not found.train:
+    if facts is None or not facts.train:
         raise UserError(
             f"{directory}: nothing has been trained here (log.jsonl has no train line), and a report is about "
             f"training; run txl train"
         )
     problem = None
-    known = found.compression
-    if found.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):
-        measured, problem = measure_compression(run_directory, found, data_dir, after_training_text)
+    known = facts.compression
+    if facts.result is not None and (known is None or (after_training_text and LZMA_AFTER not in known)):
+        measured, problem = measure_compression(run_directory, facts, data_dir, after_training_text)
         if measured is not None:
-            found = findings([*events, measured], checkpoint) or found
+            facts = findings([*events, measured], checkpoint) or facts
     values = {
         "name": shlex.quote(str(directory)),
         "has_checkpoint": run_directory.newest() is not None,
         "problem": problem,
         "attention_section": _attention(run_directory),
-        **_run_values(config, found),
-        **_result_values(found),
-        **_training_values(config, found),
-        **_memory_values(config, found),
-        **_sample_values(found),
-        **_corpus_values(found),
+        **_run_values(config, facts),
+        **_result_values(facts),
+        **_training_values(config, facts),
+        **_memory_values(config, facts),
+        **_sample_values(facts),
+        **_corpus_values(facts),
     }
     path = Path(out) if out is not None else run_directory.path / "report.html"
     write_whole(path, render("report.html", values))
     return path
 
 
-def _run_values(config: RunConfig, found: Findings) -> dict[str, object]:
+def _run_values(config: RunConfig, facts: Findings) -> dict[str, object]:
     """Return what the page says about the run as a whole: title, configuration, parameters, machine, commands."""
-    start, name = found.start, config.name.replace("-", " ") if config.is_planned else config.name
+    start, name = facts.start, config.name.replace("-", " ") if config.is_planned else config.name
     total, hardware = start["total_parameters"], start["hardware"]
     parameters = [[part, f"{count:,}", f"{count / total:.1%}"] for part, count in start["parameters"].items()]
     fields: dict[str, list[tuple[str, str]]] = {}
@@ -109,23 +109,23 @@ def _run_values(config: RunConfig, found: Findings) -> dict[str, object]:
     memory = hardware["memory_bytes"]
     machine = [
         ("processor", hardware["cpu"]),
-        ("cores", f"{hardware['cores']} usable, {counted(hardware.get('threads', hardware['cores']), 'thread')}"),
+        ("cores", f"{hardware['cores']} usable, {counted(hardware['threads'], 'thread')}"),
         ("memory", f"{memory / 2**30:.1f} GiB" if memory else "unknown"),
         ("device", hardware.get("gpu", hardware["device"])),
-        *([("attention", start["attention"])] if "attention" in start else []),
+        ("attention", start["attention"]),
         *((part, str(version)) for part, version in start["software"].items()),
     ]
-    begun = datetime.fromtimestamp(found.stretches[0]["time"], UTC)
+    begun = datetime.fromtimestamp(facts.stretches[0]["time"], UTC)
     return {
         "config": config,
-        "found": found,
+        "facts": facts,
         "title": f"{name} on {short_name(start['corpus']['name'])}",
         "begun": begun.strftime("%d %B %Y, %H:%M UTC").lstrip("0"),
         "parameters": [*parameters, ["all", f"{total:,}", "100.0%"]],
         "fields": fields,
         "changes": changes,
         "machine": machine,
-        "commands": "\n".join(_command(event["command"]) for event in found.stretches),
+        "commands": "\n".join(_command(event["command"]) for event in facts.stretches),
     }
 
 
@@ -133,46 +133,46 @@ def _command(words: list[str]) -> str:
     return shlex.join([Path(words[0]).name, *words[1:]]) if words else ""
 
 
-def _result_values(found: Findings) -> dict[str, object]:
+def _result_values(facts: Findings) -> dict[str, object]:
     """Return the result on the test split, in figures, and beside compressors."""
-    result, without = found.result, found.without_memory
+    result, without = facts.result, facts.without_memory
     if result is None:
-        memory = found.start["config"]["eval"]["mem_len"]
+        memory = facts.start["config"]["eval"]["mem_len"]
         return {"untested": f"0,{memory}" if memory else "0"}
     rows = [row for row in (result, without) if row is not None]
     label = quality_label(result["unit"])
-    headline = [(quality_text(row["nll"], row["unit"]), f"{label}, {memory_name(found, row)}") for row in rows]
+    headline = [(quality_text(row["nll"], row["unit"]), f"{label}, {memory_name(facts, row)}") for row in rows]
     if without is not None:
         amount, words = change_text(result["nll"], without["nll"]).split(" ", 1)
         headline.append((amount, f"{words} with memory"))
     values = {
         "headline": headline,
-        "measured": [[memory_name(found, row), *_cells(row)] for row in rows],
-        "unknown": found.unknown_tokens(result),
+        "measured": [[memory_name(facts, row), *_cells(row)] for row in rows],
+        "unknown": facts.unknown_tokens(result),
         "compressors": [],
     }
-    if found.compression is None or result["bits_per_byte"] is None:
+    if facts.compression is None or result["bits_per_byte"] is None:
         return values
-    bits = compressed_bits(found.compression)
-    split = found.split_of(result)
+    bits = compressed_bits(facts.compression)
+    split = facts.split_of(result)
     exact = result["unit"] == "byte" or (split is not None and tokens_read(result) == split["tokens"])
-    bars = [(f"this model, {memory_name(found, row)}", row["bits_per_byte"] or 0.0) for row in rows]
+    bars = [(f"this model, {memory_name(facts, row)}", row["bits_per_byte"] or 0.0) for row in rows]
     bars += [(words, bits[name]) for name, words in _COMPRESSORS.items() if name in bits]
-    after = found.compression.get(LZMA_AFTER)
+    after = facts.compression.get(LZMA_AFTER)
     return values | {"compressors": bars, "about": "" if exact else "about ", "lzma_after": after}
 
 
-def is_recurrent(found: Findings) -> bool:
+def is_recurrent(facts: Findings) -> bool:
     """Return whether the model carries a state of constant size instead of a memory of positions."""
-    return model_from_dict(found.start["config"]["model"]).constant_state
+    return model_from_dict(facts.start["config"]["model"]).constant_state
 
 
-def memory_name(found: Findings, row: Evaluation) -> str:
+def memory_name(facts: Findings, row: Evaluation) -> str:
     """Return in words an evaluation's memory and the settings that differ from a plain evaluation (`manner_words`)."""
     if row["sliding"]:
         return ", ".join(manner_words(row))
     memory = f"memory {row['mem_len']:,}" if row["mem_len"] else "without memory"
-    return ", ".join(["its state carried" if is_recurrent(found) else memory, *manner_words(row)])
+    return ", ".join(["its state carried" if is_recurrent(facts) else memory, *manner_words(row)])
 
 
 def _cells(row: EvaluationFigures) -> list[str]:
@@ -187,23 +187,23 @@ def _cells(row: EvaluationFigures) -> list[str]:
     ]
 
 
-def _training_values(config: RunConfig, found: Findings) -> dict[str, object]:
-    shown = [quality(event["loss"], found.unit) for event in found.train]
-    top = loss_limits(shown, [quality(event["nll"], found.unit) for event in found.valid])[1]
+def _training_values(config: RunConfig, facts: Findings) -> dict[str, object]:
+    shown = [quality(event["loss"], facts.unit) for event in facts.train]
+    top = loss_limits(shown, [quality(event["nll"], facts.unit) for event in facts.valid])[1]
     return {
-        "loss_figure": loss_figure(found.train, found.valid, found.unit),
-        "schedule_figure": schedule_figure(found.train, config.train.clip),
+        "loss_figure": loss_figure(facts.train, facts.valid, facts.unit),
+        "schedule_figure": schedule_figure(facts.train, config.train.clip),
         "points": POINTS,
         "above_frame": max(shown) if max(shown) > top else None,
     }
 
 
-def _memory_values(config: RunConfig, found: Findings) -> dict[str, object]:
+def _memory_values(config: RunConfig, facts: Findings) -> dict[str, object]:
     """Return quality against memory length, or the memory lengths to measure where a model has several."""
-    curve = found.curve
+    curve = facts.curve
     if not curve:
         lengths = sorted({0, config.model.mem_len, config.eval.mem_len})
-        missing = len(lengths) > 1 and not is_recurrent(found)
+        missing = len(lengths) > 1 and not is_recurrent(facts)
         return {"unmeasured": ",".join(map(str, lengths)) if missing else ""}
     return {
         "memory_figure": memory_figure(curve, curve[0]["unit"], config.model.mem_len or None),
@@ -231,12 +231,12 @@ def _attention(run_directory: RunDirectory) -> Markup:
     return Markup(render("attention.html", {"problem": problem}))
 
 
-def _sample_values(found: Findings) -> dict[str, object]:
-    samples = [(sample, _sampled(sample)) for sample in found.samples[-_SAMPLES:]]
+def _sample_values(facts: Findings) -> dict[str, object]:
+    samples = [(sample, _sampled(sample)) for sample in facts.samples[-_SAMPLES:]]
     return {
         "samples": samples,
         "characters": _SAMPLE_CHARACTERS,
-        "others": [_other(row) for row in found.others[:_OTHERS]],
+        "others": [_other(row) for row in facts.others[:_OTHERS]],
     }
 
 
@@ -267,13 +267,13 @@ def _other(row: Evaluation) -> list[str]:
     ]
 
 
-def _corpus_values(found: Findings) -> dict[str, object]:
-    corpus = found.start["corpus"]
+def _corpus_values(facts: Findings) -> dict[str, object]:
+    corpus = facts.start["corpus"]
     records = corpus["splits"]
-    has_unknown = any(record.get("unknown") for record in records.values())
+    has_unknown = any(record["unknown"] for record in records.values())
     splits = [["split", "tokens", "bytes", *(["unknown (<unk>)"] if has_unknown else [])]]
     for split, record in records.items():
-        unknown = [f"{record.get('unknown', 0):,}"] if has_unknown else []
+        unknown = [f"{record['unknown']:,}"] if has_unknown else []
         splits.append([split, f"{record['tokens']:,}", f"{record['bytes']:,}", *unknown])
     hashes = [(f"{split}, text", record["sha256_text"]) for split, record in records.items()]
     hashes += [(f"{split}, tokens", record["sha256_tokens"]) for split, record in records.items()]
@@ -296,22 +296,22 @@ def summary_lines(events: Sequence[JsonObject], report: Path | None = None, chec
         report: path of the report; None: the last line names the command that writes one.
         checkpoint: as in `findings`.
     """
-    found = findings(events, checkpoint)
-    if found is None or not found.train:
+    facts = findings(events, checkpoint)
+    if facts is None or not facts.train:
         return ["nothing has been trained here yet: run txl train"]
-    hardware, train = found.start["hardware"], found.start["config"]["train"]
+    hardware, train = facts.start["hardware"], facts.start["config"]["train"]
     place = hardware.get("gpu") or f"{hardware['cpu']} ({hardware['cores']} cores)"
     return [
-        _result_line(found),
-        *_compressor_lines(found),
-        f"{found.start['total_parameters']:,} parameters, {found.train[-1]['tokens_read']:,} tokens trained on in "
-        f"{train['dtype']} at {found.speed:,.0f} tokens/s on {place}",
+        _result_line(facts),
+        *_compressor_lines(facts),
+        f"{facts.start['total_parameters']:,} parameters, {facts.train[-1]['tokens_read']:,} tokens trained on in "
+        f"{train['dtype']} at {facts.speed:,.0f} tokens/s on {place}",
         "report: run txl report DIR" if report is None else f"report: {report}",
     ]
 
 
-def _result_line(found: Findings) -> str:
-    result, without = found.result, found.without_memory
+def _result_line(facts: Findings) -> str:
+    result, without = facts.result, facts.without_memory
     if result is None:
         return "no result on the test split yet: run txl eval DIR --mem-lens 0,128,256"
     in_bytes = result["bits_per_byte"] is not None
@@ -321,16 +321,16 @@ def _result_line(found: Findings) -> str:
 
     measure = "bits per byte" if in_bytes else measure_name(result["unit"])
     line = f"{result['corpus']} {result['split']}, {result['tokens']:,} targets: "
-    how = memory_name(found, result)
+    how = memory_name(facts, result)
     line += f"{figure(result)} {measure}{' with ' if how.startswith('memory') else ', '}{how}"
     if without is not None:
         line += f", {figure(without)} without (memory: {change_text(result['nll'], without['nll'])})"
     return line
 
 
-def _compressor_lines(found: Findings) -> list[str]:
+def _compressor_lines(facts: Findings) -> list[str]:
     """Return a line with the compressors' bits per byte and a note that the model has also seen training text."""
-    sizes, result = found.compression, found.result
+    sizes, result = facts.compression, facts.result
     if sizes is None or result is None or result["bits_per_byte"] is None:
         return []
     bits = {name: f"{value:.3f}" for name, value in compressed_bits(sizes).items()}

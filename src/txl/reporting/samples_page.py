@@ -56,11 +56,11 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
         **plan.lengths.options(),
         "training_tokens": about.training_tokens,
         "measures": {
-            "generation": pooled([each.generation_measures for each in samples]),
-            "reference": pooled([each.reference_measures for each in samples]),
+            "generation": pooled([sample.generation_measures for sample in samples]),
+            "reference": pooled([sample.reference_measures for sample in samples]),
         },
     }
-    whole = json.dumps(record | {"samples": [each.to_dict() for each in samples]}, ensure_ascii=False, indent=1)
+    whole = json.dumps(record | {"samples": [sample.to_dict() for sample in samples]}, ensure_ascii=False, indent=1)
     texts = {
         "samples.json": whole + "\n",
         "samples.md": samples_markdown(samples, about),
@@ -146,7 +146,9 @@ HEADINGS = ("", "generation", "reference")
 
 def summary_rows(samples: Sequence[Sample], unit: str) -> list[list[str]]:
     """Return table rows of the measures pooled over all generations and over all references, under `HEADINGS`."""
-    return _rows([each.generation_measures for each in samples], [each.reference_measures for each in samples], unit)
+    return _rows(
+        [sample.generation_measures for sample in samples], [sample.reference_measures for sample in samples], unit
+    )
 
 
 def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit: str) -> list[list[str]]:
@@ -158,20 +160,20 @@ def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit:
 
     rows = [row(f"repeated {n}-grams of words", "repeated", n, _share) for n in made["repeated"]]
     rows += [row(f"{n}-grams of {tokens} not in the training text", "novel", n, _share) for n in made["novel"]]
-    rows.append([f"longest span copied from there, {tokens}", *(f"{each['longest_copy']:,}" for each in (made, true))])
-    rows.append([f"mean span copied, {tokens}", *(f"{each['mean_copy']:.1f}" for each in (made, true))])
+    rows.append([f"longest span copied from there, {tokens}", *(f"{text['longest_copy']:,}" for text in (made, true))])
+    rows.append([f"mean span copied, {tokens}", *(f"{text['mean_copy']:.1f}" for text in (made, true))])
     rows += [row(f"{kind} of the context that the text repeats", "taken_up", kind, _count) for kind in KINDS]
     rows += [row(f"{kind} of the text that are in the context", "known", kind, _count) for kind in KINDS]
     return rows
 
 
-def _share(found: JsonObject) -> str:
-    return "none" if found["share"] is None else f"{found['share']:.1%}"
+def _share(measure: JsonObject) -> str:
+    return "none" if measure["share"] is None else f"{measure['share']:.1%}"
 
 
-def _count(found: JsonObject) -> str:
+def _count(measure: JsonObject) -> str:
     """Return hits and total as text; a percentage would hide that the counts are small."""
-    return f"{found['count']} of {found['of']}" if found["of"] else "none"
+    return f"{measure['count']} of {measure['of']}" if measure["of"] else "none"
 
 
 def _lead(samples: Sequence[Sample], about: About) -> str:

@@ -20,9 +20,12 @@ def plain(text: str) -> str:
     and tabs stay.
     """
     return "".join(
-        each.encode("unicode_escape").decode() if category(each)[0] == "C" and each not in "\n\t" else each
-        for each in text
+        character.encode("unicode_escape").decode() if _is_invisible(character) else character for character in text
     )
+
+
+def _is_invisible(character: str) -> bool:
+    return category(character)[0] == "C" and character not in "\n\t"
 
 
 def short_name(corpus: str) -> str:
@@ -64,7 +67,7 @@ def manner_words(row: EvaluationFigures) -> list[str]:
     if row["cache_size"] is not None and row["cache_theta"] is not None and row["cache_lambda"] is not None:
         shown = f"theta {row['cache_theta']:g}, lambda {row['cache_lambda']:g}"
         words.append(f"continuous cache of {counted(row['cache_size'], 'token')} ({shown})")
-    if (dynamic := row.get("dynamic")) is not None:
+    if (dynamic := row["dynamic"]) is not None:
         shown = f"{dynamic['rule']}, learning rate {dynamic['learning_rate']:g}, decay {dynamic['decay']:g}"
         words.append(f"dynamic evaluation ({shown})")
     return words
