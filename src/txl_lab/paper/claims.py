@@ -78,19 +78,13 @@ def difference(first: Sequence[float], second: Sequence[float]) -> Difference | 
 def lower(ours: str, *others: str, measure: str = "quality") -> Judge:
     """Return a judge of the claim that the measure of row `ours` is below that of every other row."""
 
-    def judge(results: Results, grids: Grids) -> Verdict:
-        return _each(results, grids.get(measure), ours, others, measure, sign=1)
-
-    return judge
+    return lambda results, grids: _each(results, grids.get(measure), ours, others, measure, sign=1)
 
 
 def higher(ours: str, *others: str, measure: str) -> Judge:
     """Return a judge of the claim that the measure of row `ours` is above that of every other row."""
 
-    def judge(results: Results, grids: Grids) -> Verdict:
-        return _each(results, grids.get(measure), ours, others, measure, sign=-1)
-
-    return judge
+    return lambda results, grids: _each(results, grids.get(measure), ours, others, measure, sign=-1)
 
 
 def no_worse(ours: str, other: str, tolerance: float, measure: str = "quality") -> Judge:
@@ -138,9 +132,7 @@ def lower_at_equal_time(ours: str, *others: str) -> Judge:
             return _ONE_SEED
         words = f"between {below} and {beyond}, at {_shown(times[ours], 3)} of time: "
         words += f"they − {ours} = {_shown(found.value, 3, '+')} ± {_shown(found.margin)}"
-        if abs(found.value) <= found.margin:
-            return Verdict("undecided", words)
-        return Verdict("holds" if found.value > 0 else "does not hold", words)
+        return Verdict(_judged(found.value, found.margin), words)
 
     return judge
 
@@ -176,8 +168,12 @@ def _beyond(
     words = f"{row}: {_shown(mean, 4)} ± {_shown(margin)}, compared with {_shown(limit, 4)}"
     if _neighbours(mean, limit, grid):
         return Verdict("undecided", f"{words}; no length between them was tried")
-    gain = sign * (mean - limit)
-    return Verdict("undecided" if abs(gain) <= margin else "holds" if gain > 0 else "does not hold", words)
+    return Verdict(_judged(sign * (mean - limit), margin), words)
+
+
+def _judged(gain: float, margin: float) -> Judgement:
+    """Return what a gain says about a claim, if it counts only beyond its margin."""
+    return "undecided" if abs(gain) <= margin else "holds" if gain > 0 else "does not hold"
 
 
 def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
@@ -222,11 +218,9 @@ def _each(
             single = [row for row in (other, ours) if len(results[row][measure]) == 1]
             reasons.append(f"{', '.join(single)}: {_ONE_SEED.reason}")
         else:
-            gain = sign * found.value
             mean = statistics.fmean(results[ours][measure])
             near = _neighbours(mean, mean + found.value, grid)
-            counts = abs(found.value) > found.margin and not near
-            outcomes.append("undecided" if not counts else "holds" if gain > 0 else "does not hold")
+            outcomes.append("undecided" if near else _judged(sign * found.value, found.margin))
             between = ", no length between them was tried" if near else ""
             reasons.append(f"{other} − {ours} = {_shown(found.value, 3, '+')} ± {_shown(found.margin)}{between}")
     return Verdict(_weakest(outcomes), "; ".join(reasons))
@@ -244,7 +238,4 @@ def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | N
 
 def _weakest(outcomes: Sequence[Judgement]) -> Judgement:
     order: tuple[Judgement, ...] = ("does not hold", "undecided", "holds")
-    for outcome in order:
-        if outcome in outcomes:
-            return outcome
-    return "undecided"
+    return next((outcome for outcome in order if outcome in outcomes), "undecided")
