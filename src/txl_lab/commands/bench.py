@@ -34,25 +34,25 @@ def add_parser(commands: Commands) -> None:
     parser.set_defaults(smaller="--vocabulary, model, batch, segment or memory")
     workloads = parser.add_commands("workload", "train|eval|table9|budget")
     for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
-        each = workloads.add_parser(
+        timing = workloads.add_parser(
             workload,
             help=f"time {what}",
             example=f"txl bench {workload} enwik8-12L --dtype float32",
             description=f"Time {what} on random tokens, and compare with the machine's rate of matrix products.",
             add_help=False,
         )
-        _add_workload(each)
-        each.add_argument("--steps", type=positive, default=8, metavar="N", help="steps to time (default: 8)")
-        each.add_argument(
+        _add_workload(timing)
+        timing.add_argument("--steps", type=positive, default=8, metavar="N", help="steps to time (default: 8)")
+        timing.add_argument(
             "--dtype",
             choices=("float32", "bfloat16", "both"),
             default="both",
             help="number format of matrix products (default: both)",
         )
         if workload == "train":
-            each.add_argument("--compile", action="store_true", help="time compiled layers too, and compare")
-        add_config_options(each, ("model", workload), "transformer-xl")
-        each.set_defaults(run=run)
+            timing.add_argument("--compile", action="store_true", help="time compiled layers too, and compare")
+        add_config_options(timing, ("model", workload), "transformer-xl")
+        timing.set_defaults(run=run)
     table = workloads.add_parser(
         "table9",
         help="time evaluation beside a vanilla Transformer's",
@@ -165,9 +165,9 @@ def _say(speed: Speed, name: str, quiet: bool) -> None:
 
 def _compare(results: list[Speed]) -> None:
     """Print how much faster compiling and bfloat16 are."""
-    eager = [each for each in results if not each.compiled]
-    for compiled in (each for each in results if each.compiled):
-        before = next(each for each in eager if each.dtype == compiled.dtype)
+    eager = [result for result in results if not result.compiled]
+    for compiled in (result for result in results if result.compiled):
+        before = next(result for result in eager if result.dtype == compiled.dtype)
         gain = compiled.tokens_per_second / before.tokens_per_second
         print(f"compiled layers are {gain:.2f} times as fast as eager ones in {compiled.dtype}")
     if len(eager) == 2:

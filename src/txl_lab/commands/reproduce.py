@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(markdown(outcome))
         say(f"page: {out / definition.name}.html")
     if outcome.failed:
-        names = ", ".join(each.row.key for each in outcome.failed)
+        names = ", ".join(result.row.key for result in outcome.failed)
         raise CommandFailed(
             f"{len(outcome.failed)} of {len(rows)} rows failed ({names}); the same command tries them again"
         )

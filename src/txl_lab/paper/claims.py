@@ -173,7 +173,9 @@ def _beyond(
 
 def _judged(gain: float, margin: float) -> Judgement:
     """Return what a gain says about a claim, if it counts only beyond its margin."""
-    return "undecided" if abs(gain) <= margin else "holds" if gain > 0 else "does not hold"
+    if abs(gain) <= margin:
+        return "undecided"
+    return "holds" if gain > 0 else "does not hold"
 
 
 def _neighbours(first: float, second: float, grid: Sequence[float] | None) -> bool:
@@ -237,5 +239,6 @@ def _missing(results: Results, rows: Sequence[str], measure: str) -> Verdict | N
 
 
 def _weakest(outcomes: Sequence[Judgement]) -> Judgement:
-    order: tuple[Judgement, ...] = ("does not hold", "undecided", "holds")
-    return next((outcome for outcome in order if outcome in outcomes), "undecided")
+    if "does not hold" in outcomes:
+        return "does not hold"
+    return "holds" if outcomes and "undecided" not in outcomes else "undecided"

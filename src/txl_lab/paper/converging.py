@@ -189,7 +189,7 @@ def tune(
                 break
             best = factor
     if (whole or tried)[best]["nll"] is None:
-        rates = ", ".join(f"{each['learning_rate']:g}" for each in (whole or tried).values())
+        rates = ", ".join(f"{run['learning_rate']:g}" for run in (whole or tried).values())
         raise UserError(f"training diverges at every learning rate that was tried: {rates}")
     tuned = Tuned(
         recipe=recipe,

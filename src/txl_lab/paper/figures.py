@@ -24,10 +24,10 @@ def quality_figure(outcome: Outcome) -> Plot | None:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for place, (name, each) in enumerate(zip(names, values, strict=True)):
+        for place, (name, seeds) in enumerate(zip(names, values, strict=True)):
             color = ACCENT if name.startswith("xl") else SECOND
-            mean = statistics.fmean(each)
-            axes.plot(each, [place] * len(each), color=color, marker="o", markersize=4.5, linestyle="none", alpha=0.6)
+            mean = statistics.fmean(seeds)
+            axes.plot(seeds, [place] * len(seeds), color=color, marker="o", markersize=4.5, linestyle="none", alpha=0.6)
             axes.plot([mean, mean], [place - 0.28, place + 0.28], color=color, linewidth=2)
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(axis="y", labelcolor=INK)
@@ -39,7 +39,7 @@ def quality_figure(outcome: Outcome) -> Plot | None:
         axes.set_xlabel(f"{quality_label(outcome.unit)}, test split")
 
     text = "; ".join(
-        f"{name} {statistics.fmean(each):.4g}" for name, each in zip(names, values, strict=True)
+        f"{name} {statistics.fmean(seeds):.4g}" for name, seeds in zip(names, values, strict=True)
     )  # fmt: skip
     height = 1.0 + 0.32 * len(names)
     return Plot("quality", "Results over seeds", f"Means: {text}.", height, draw)
@@ -58,8 +58,8 @@ def cost_figure(outcome: Outcome) -> Plot | None:
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        for number, (group, each) in enumerate(points.items()):
-            times, values, names = zip(*each, strict=True)
+        for number, (group, group_points) in enumerate(points.items()):
+            times, values, names = zip(*group_points, strict=True)
             color, line = (ACCENT, SECOND)[number % 2], "-" if group else "none"
             axes.plot(times, values, color=color, marker="o", markersize=4.5, linestyle=line, label=group or None)
             for index, (place, name) in enumerate(zip(zip(times, values, strict=True), names, strict=True)):
@@ -74,7 +74,9 @@ def cost_figure(outcome: Outcome) -> Plot | None:
         if len(points) > 1:
             axes.legend(loc="best")
 
-    text = "; ".join(f"{name} {value:.4g} at {time:.2f}" for each in points.values() for time, value, name in each)
+    text = "; ".join(
+        f"{name} {value:.4g} at {time:.2f}" for group_points in points.values() for time, value, name in group_points
+    )
     title = "Results against training time a token"
     return Plot("cost", title, f"{text}.", 3.6, draw)
 

@@ -157,8 +157,8 @@ class Folder:
         try:
             there = {"scale": dict(record["scale"]), "text": record.get("text")}
             wanted = {"scale": json.loads(json.dumps(about["scale"])), "text": about["text"]}
-            for each in (there, wanted):
-                each["scale"].pop("dtype", None)  # another machine may be fast in other arithmetic
+            for compared in (there, wanted):
+                compared["scale"].pop("dtype", None)  # another machine may be fast in other arithmetic
             if changed := changes(there, wanted):
                 raise UserError(f"{self._record} is of another reproduction: {', '.join(changed)}; delete it")
             origin = {name: whole[name] for name in ("commit", "date") if name in whole}
@@ -182,11 +182,11 @@ class Folder:
         rows = {row["row"]: row for row in record["rows"]}
         compared = self.definition.measurement.compares_losses
         for row in self.definition.rows:
-            together = [row, *(each for each in self.definition.rows if each.cache_over == row.key)]
+            together = [row, *(other for other in self.definition.rows if other.cache_over == row.key)]
             if compared:
-                together += [each for each in self.definition.rows if each.group == row.group and each.trained]
+                together += [other for other in self.definition.rows if other.group == row.group and other.trained]
             seeds = set.intersection(
-                *(set(rows[each.key]["seeds"]) if each.key in rows else set() for each in together)
+                *(set(rows[other.key]["seeds"]) if other.key in rows else set() for other in together)
             )
             for place, seed in enumerate(sorted(map(int, seeds))):
                 recorded = rows[row.key]
@@ -204,9 +204,9 @@ class Folder:
 def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:
     """Return what a record of Table 8 has instead of losses of single targets: lengths, mean losses, gains."""
     [gains] = [
-        each["gains"]
-        for each in record["gains"]
-        if (each["group"], each["seed"], each["row"]) == (group, seed, row["row"])
+        gains["gains"]
+        for gains in record["gains"]
+        if (gains["group"], gains["seed"], gains["row"]) == (group, seed, row["row"])
     ]
     return {
         "values": {name: values[place] for name, values in row["values"].items()},

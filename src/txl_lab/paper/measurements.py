@@ -235,18 +235,18 @@ class Context(ModelMeasurement):
             members = [result for result in results if result.row.trained]
             for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
                 measured = {member.row.key: member.by_seed[seed] for member in members}
-                if all("effective context" in each for each in measured.values()):
+                if all("effective context" in result for result in measured.values()):
                     outcome.gains.append(_recorded_contexts(outcome, measured, group, seed))
-                elif all("losses" in each for each in measured.values()):
+                elif all("losses" in result for result in measured.values()):
                     outcome.gains.append(self._contexts(outcome, measured, group, seed))
         outcome.grids.update({f"r = {r:.1f}": _tried_lengths(outcome) for r in self.fractions})
 
     def _contexts(self, outcome: Outcome, measured: Mapping[str, JsonObject], group: str, seed: int) -> GroupGains:
         losses = {
-            key: {int(c): torch.tensor(values, dtype=torch.float64) for c, values in each["losses"].items()}
-            for key, each in measured.items()
+            key: {int(c): torch.tensor(values, dtype=torch.float64) for c, values in result["losses"].items()}
+            for key, result in measured.items()
         }
-        longest = {key: each.get("longest_context") for key, each in measured.items()}
+        longest = {key: result.get("longest_context") for key, result in measured.items()}
         context = effective_context(losses, self.fractions, longest=longest, step=outcome.scale.context_step)
         for r, by_model in context.recl.items():
             for key, length in by_model.items():
@@ -289,8 +289,8 @@ class Context(ModelMeasurement):
 def _recorded_contexts(outcome: Outcome, measured: Mapping[str, JsonObject], group: str, seed: int) -> GroupGains:
     """Do as `Context.gather` for a group and seed from a record, which has no losses of single targets."""
     gains = {}
-    for key, each in measured.items():
-        recorded = each["effective context"]
+    for key, result in measured.items():
+        recorded = result["effective context"]
         for name, value in recorded["values"].items():
             outcome.values[key].setdefault(name, []).append(value)
         for length, loss in recorded["curve"].items():

@@ -26,8 +26,8 @@ def gather(
     for result in rows:
         measured = [result.by_seed[seed] for seed in sorted(result.by_seed)]
         names = definition.measures if measured else ()
-        outcome.values[result.row.key] = {name: [each[name] for each in measured] for name in names}
-        for point in (point for each in measured for point in each.get("curve", ())):
+        outcome.values[result.row.key] = {name: [result_of_seed[name] for result_of_seed in measured] for name in names}
+        for point in (point for result_of_seed in measured for point in result_of_seed.get("curve", ())):
             outcome.curves.setdefault(result.row.key, {}).setdefault(point["length"], []).append(point["nll"])
     definition.measurement.gather(outcome)
     return outcome
@@ -80,14 +80,14 @@ def distances_text(outcome: Outcome) -> list[str]:
 def rates_and_losses(tried: Sequence[Tried]) -> list[tuple[str, str]]:
     """Return each learning rate that was tried, and its validation loss or "diverged"."""
     return [
-        (f"{each['learning_rate']:g}", "diverged" if each["nll"] is None else f"{each['nll']:.3f}") for each in tried
+        (f"{rate['learning_rate']:g}", "diverged" if rate["nll"] is None else f"{rate['nll']:.3f}") for rate in tried
     ]
 
 
 def chosen_rate(tuned: Tuned) -> float:
     """Return the learning rate that was chosen."""
     every = (*tuned["tried"], *tuned["whole"])
-    return next(each["learning_rate"] for each in every if each["factor"] == tuned["factor"])
+    return next(rate["learning_rate"] for rate in every if rate["factor"] == tuned["factor"])
 
 
 def rates_text(tuned: Tuned) -> str:
@@ -97,7 +97,7 @@ def rates_text(tuned: Tuned) -> str:
         return ", ".join(f"{rate} ({loss})" for rate, loss in rates_and_losses(tried))
 
     whole = f" and {losses(tuned['whole'])} at the end" if tuned["whole"] else ""
-    spent = sum(each["tokens"] for each in (*tuned["tried"], *tuned["whole"]))
+    spent = sum(run["tokens"] for run in (*tuned["tried"], *tuned["whole"]))
     edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
     return (
         f"{tuned['recipe']}: {chosen_rate(tuned):g}, of {losses(tuned['tried'])} nats a token on the validation split "
@@ -107,8 +107,10 @@ def rates_text(tuned: Tuned) -> str:
 
 def tuned_rates(outcome: Outcome) -> list[str]:
     """Return a line for each recipe whose learning rate was tuned."""
-    tuned = [each["rates"] for result in outcome.rows for each in result.by_seed.values() if "rates" in each]
-    return list(dict.fromkeys(rates_text(each) for each in tuned))
+    tuned = [
+        measured["rates"] for result in outcome.rows for measured in result.by_seed.values() if "rates" in measured
+    ]
+    return list(dict.fromkeys(rates_text(rates) for rates in tuned))
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
@@ -136,7 +138,7 @@ def markdown(outcome: Outcome) -> str:
         lines.append(f"{claim.key}: {verdict.outcome} - {claim.text} ({verdict.reason})")
     lines += distances_text(outcome)
     lines += [f"learning rate of {each}" for each in tuned_rates(outcome)]
-    lines += [f"{each.row.key} failed: {each.reason}" for each in outcome.failed]
+    lines += [f"{result.row.key} failed: {result.reason}" for result in outcome.failed]
     return "\n".join(lines)
 
 
@@ -156,8 +158,8 @@ def recorded_seeds(measured: Iterable[tuple[int, JsonObject]]) -> list[tuple[Jso
         measured: seeds with the measurements of any rows.
     """
     origins: list[tuple[JsonObject, set[int]]] = []
-    for seed, each in measured:
-        if (origin := each.get("recorded")) is None:
+    for seed, result in measured:
+        if (origin := result.get("recorded")) is None:
             continue
         seeds = next((seeds for known, seeds in origins if known == origin), None)
         if seeds is None:

@@ -81,7 +81,7 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
                 "loss_by_length": {
                     str(length): nll for length, nll in sorted(outcome.curves.get(result.row.key, {}).items())
                 },
-                "seeds": {str(seed): _without_losses(each) for seed, each in sorted(result.by_seed.items())},
+                "seeds": {str(seed): _without_losses(measured) for seed, measured in sorted(result.by_seed.items())},
             }
             for result in outcome.rows
         ],
@@ -90,10 +90,10 @@ def outcome_record(outcome: Outcome, command: Sequence[str], circumstances: Json
                 "group": gains.group,
                 "seed": gains.seed,
                 "row": name,
-                "gains": [{"short": short, "long": long, "gain": gain} for (short, long), gain in each.items()],
+                "gains": [{"short": short, "long": long, "gain": gain} for (short, long), gain in by_pair.items()],
             }
             for gains in outcome.gains
-            for name, each in gains.gains.items()
+            for name, by_pair in gains.gains.items()
         ],
         "group_distances": group_distances(outcome),
         "command": list(command),
@@ -146,7 +146,7 @@ def _header(outcome: Outcome) -> str:
         and not outcome.compares_with_paper
     ):
         state = note("The paper's numbers and ours are not comparable; compare the order of the models.", "warning")
-    failed = "".join(note(f"{each.row.key} failed: {each.reason}", "warning") for each in outcome.failed)
+    failed = "".join(note(f"{result.row.key} failed: {result.reason}", "warning") for result in outcome.failed)
     return f"<header><h1>{escape(definition.title)}</h1><p>{escape(words)}</p>{state}{failed}</header>"
 
 
@@ -172,14 +172,14 @@ def _comparison(outcome: Outcome) -> str:
     if not definition.measurement.has_numbers:
         return section("The paper", note(definition.caption, "lead"), *(note(text) for text in definition.notes))
     wide = len(definition.columns) + len(definition.measurement.headings(outcome)) > _COLUMNS
-    missing = [each for each in outcome.rows if each.status == "not at this scale"]
+    missing = [result for result in outcome.rows if result.status == "not at this scale"]
     return section(
         "Results" if definition.is_open_question else "The paper’s numbers and ours",
         note(definition.caption, "lead"),
         *([_paper(outcome), _ours(outcome)] if wide else [_side_by_side(outcome)]),
         *(note(text) for text in definition.notes),
         *(note(f"{text[0].upper()}{text[1:]}.") for text in distances_text(outcome)),
-        *(note(f"{each.row.key}, {each.status}: {each.reason}.") for each in missing),
+        *(note(f"{result.row.key}, {result.status}: {result.reason}.") for result in missing),
     )
 
 
@@ -195,7 +195,7 @@ def _side_by_side(outcome: Outcome) -> str:
 
 def _paper(outcome: Outcome) -> str:
     columns = outcome.definition.columns
-    rows = [[_name(each.row), *(each.row.paper.get(column, "-") for column in columns)] for each in outcome.rows]
+    rows = [[_name(result.row), *(result.row.paper.get(column, "-") for column in columns)] for result in outcome.rows]
     numbers = [at for at, column in enumerate(columns, 1) if column not in ("Recurrence", "Encoding", "Loss")]
     return table(f"The paper: {outcome.definition.metric}", ("model", *columns), rows, numbers)
 
@@ -225,8 +225,8 @@ def _pictures(outcome: Outcome, out: Path) -> list[str]:
     definition = outcome.definition
     parts = []
     for result in outcome.rows:
-        for seed, each in sorted(result.by_seed.items()):
-            for name in each.get("files", ()):
+        for seed, measured in sorted(result.by_seed.items()):
+            for name in measured.get("files", ()):
                 if not definition.pictures or not Path(name).match(definition.pictures):
                     continue
                 data = base64.b64encode((out / name).read_bytes()).decode()
@@ -241,8 +241,8 @@ def _made(outcome: Outcome) -> str:
     links = [
         f'<li><a href="{escape(quote(name))}">{escape(name)}</a></li>'
         for result in outcome.rows
-        for each in result.by_seed.values()
-        for name in each.get("files", ())
+        for measured in result.by_seed.values()
+        for name in measured.get("files", ())
     ]
     return section("What was made", f"<ul>{''.join(links)}</ul>") if links else ""
 
@@ -273,9 +273,10 @@ def _budget(outcome: Outcome) -> str:
         assert result.config is not None
         run = RunConfig.from_dict(result.config)
         train, model = run.train, run.model
-        here = [each for each in result.by_seed.values() if "recorded" not in each] or list(result.by_seed.values())
-        seconds = statistics.fmean(each.get("training_seconds", 0.0) for each in here)
-        steps = round(statistics.fmean(each.get("steps", train.steps) for each in result.by_seed.values()))
+        every = list(result.by_seed.values())
+        here = [measured for measured in every if "recorded" not in measured] or every
+        seconds = statistics.fmean(measured.get("training_seconds", 0.0) for measured in here)
+        steps = round(statistics.fmean(measured.get("steps", train.steps) for measured in every))
         rows.append(
             [
                 result.row.key,

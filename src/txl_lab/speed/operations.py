@@ -119,7 +119,8 @@ def bytes_read_once(model: TransformerXL, memory: int) -> int:
         memory: number of positions in memory.
     """
     unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
-    weights = sum(each.numel() for name, each in model.named_parameters() if not any(part in name for part in unread))
+    read = [weight for name, weight in model.named_parameters() if not any(part in name for part in unread)]
+    weights = sum(weight.numel() for weight in read)
     shape, state = model.config, model.init_state(1, mem_len=memory)
     n_key = state.capacity + 1
     n_distance = n_key if state.clamp_len is None else min(n_key, state.clamp_len + 1)

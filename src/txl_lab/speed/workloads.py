@@ -67,7 +67,8 @@ def timed_alternately(
     second.
     """
     rounds = [([seconds_of(often, device) for _ in range(4)], seconds_of(seldom, device)) for _ in range(steps + 1)][1:]
-    return median(each for of_often, _ in rounds for each in of_often), median(of_seldom for _, of_seldom in rounds)
+    frequent = [seconds for of_often, _ in rounds for seconds in of_often]
+    return median(frequent), median(of_seldom for _, of_seldom in rounds)
 
 
 def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs: int, device: str) -> Beside:
@@ -76,7 +77,7 @@ def timed_in_pairs(first: Callable[[], None], second: Callable[[], None], pairs:
     The ratio is the median over pairs, because a change in the machine's load affects both steps of most pairs.
     """
     found = [(seconds_of(first, device), seconds_of(second, device)) for _ in range(pairs + 1)][1:]
-    ours, theirs = (median(each) for each in zip(*found, strict=True))
+    ours, theirs = (median(seconds) for seconds in zip(*found, strict=True))
     return Beside(ours, theirs, median(one / other for one, other in found))
 
 
@@ -142,15 +143,15 @@ def measure_cost(run: RunConfig, peer: RunConfig, vocab_size: int, pairs: int, d
     """
     both = run, peer
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []):
-        train, other = (training_workload(each, vocab_size, device)[1] for each in both)
+        train, other = (training_workload(config, vocab_size, device)[1] for config in both)
         training = timed_in_pairs(train, other, pairs, device)
-        read, other = (reading_workload(each, vocab_size, device)[2] for each in both)
+        read, other = (reading_workload(config, vocab_size, device)[2] for config in both)
         with torch.no_grad():
             reading = timed_in_pairs(read, other, pairs, device)
-    bytes_of = [peak_bytes(each, vocab_size, device) for each in both]
+    bytes_of = [peak_bytes(config, vocab_size, device) for config in both]
     return {
-        **_a_token("time", training, [each.train.tokens_per_step for each in both]),
-        **_a_token("reading", reading, [each.eval.batch_size * each.eval.segment for each in both]),
+        **_a_token("time", training, [config.train.tokens_per_step for config in both]),
+        **_a_token("reading", reading, [config.eval.batch_size * config.eval.segment for config in both]),
         "memory": bytes_of[0] / bytes_of[1],
         "memory, bytes": bytes_of[0],
     }
