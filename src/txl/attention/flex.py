@@ -132,7 +132,7 @@ class PhaseTables:
                 psi = _psi(_centred(n_key), self.d_model)
                 sin, cos = psi[scope.memory :].chunk(2, dim=-1)
                 tables = (sin, cos, basis.directions, psi @ basis.directions)
-                sin, cos, directions, key = (each.to(device=device, dtype=dtype) for each in tables)
+                sin, cos, directions, key = (table.to(device=device, dtype=dtype) for table in tables)
                 self._tables = cached = wanted, (sin, cos, directions, key)
         mask = self.kernel.mask(scope, n_query, n_lane, device)
         return SegmentPhases(self.kernel, mask, *cached[1])

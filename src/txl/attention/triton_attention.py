@@ -127,7 +127,7 @@ def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, 
     if tiles is None:
         return f"has no room for {heads} in {dtype or 'any dtype'}"
     available = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    if (needed := max(each.shared for each in tiles.values())) > available:
+    if (needed := max(tile.shared for tile in tiles.values())) > available:
         return f"needs {needed:,} bytes of shared memory for {heads} in {dtype} ({device} has {available:,})"
     return None
 

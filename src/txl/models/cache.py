@@ -84,7 +84,7 @@ class CacheState:
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the state as named tensors, lanes first."""
-        inner = {f"{_INNER}{name}": each for name, each in self.inner.to_tensors().items()}
+        inner = {f"{_INNER}{name}": tensor for name, tensor in self.inner.to_tensors().items()}
         return inner | {"hidden": self.hidden, "following": self.following, "valid": self.valid}
 
     def filled_with_noise(self) -> CacheState:
@@ -143,7 +143,7 @@ class ContinuousCache(LanguageModel[CacheState]):
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> CacheState:
         """Return the state from the tensors of `CacheState.to_tensors`."""
-        inner = {name.removeprefix(_INNER): each for name, each in tensors.items() if name.startswith(_INNER)}
+        inner = {name.removeprefix(_INNER): tensor for name, tensor in tensors.items() if name.startswith(_INNER)}
         pairs = (tensors[name] for name in ("hidden", "following", "valid"))
         return CacheState(self.model.state_from_tensors(inner), *pairs)
 

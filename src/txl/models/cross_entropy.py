@@ -102,7 +102,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # Sums over chunks are kept in the precision of the loss.
         grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
         grad_bias = torch.zeros_like(bias, dtype=sums.dtype)
-        parts = (each.split(ctx.rows) for each in (hidden, targets, sums, grads[0], grad_hidden))
+        parts = (tensor.split(ctx.rows) for tensor in (hidden, targets, sums, grads[0], grad_hidden))
         for part, target, of_rows, grad, grad_part in zip(*parts, strict=True):
             grad_logits = _gradient_over(_logits(part, weight, bias), target, of_rows, grad, ctx.compiled)
             grad_bias += grad_logits.sum(dim=0)

@@ -75,12 +75,12 @@ class Projections:
     def select(self, lanes: Int[Tensor, " lanes"]) -> Projections:
         """Return the projections of the lanes with indices `lanes`."""
         chosen = lanes.to(self.keys[0].device)
-        keys, values = (tuple(each.index_select(1, chosen) for each in kind) for kind in (self.keys, self.values))
+        keys, values = (tuple(rows.index_select(1, chosen) for rows in kind) for kind in (self.keys, self.values))
         return replace(self, keys=keys, values=values, buffers=None)
 
     def newest(self, keep: int) -> Projections:
         """Return the projections of the newest `keep` positions."""
-        keys, values = (tuple(each[:, :, each.shape[2] - keep :] for each in kind) for kind in (self.keys, self.values))
+        keys, values = (tuple(rows[:, :, rows.shape[2] - keep :] for rows in kind) for kind in (self.keys, self.values))
         return replace(self, keys=keys, values=values)
 
 
@@ -115,7 +115,7 @@ class ProjectedSegment:
         buffers = self.buffers.layers[layer]
         for buffer, new in zip(buffers, added, strict=True):
             buffer.narrow(-2, self.end - self.n_new, self.n_new).copy_(new)
-        keys, values = (each.narrow(2, self.start, self.end - self.start).permute(1, 2, 0, 3) for each in buffers[1:])
+        keys, values = (rows.narrow(2, self.start, self.end - self.start).permute(1, 2, 0, 3) for rows in buffers[1:])
         return keys, values
 
     def reserve(self) -> None:
@@ -137,7 +137,7 @@ class ProjectedSegment:
     def finish(self, keep: int) -> tuple[tuple[Tensor, ...], Projections]:
         """Return hidden states and projections of the newest `keep` positions."""
         kinds = [
-            tuple(each.narrow(-2, self.end - keep, keep) for each in kind)
+            tuple(rows.narrow(-2, self.end - keep, keep) for rows in kind)
             for kind in zip(*self.buffers.layers, strict=True)
         ]
         held = replace(self.held, keys=kinds[1], values=kinds[2], buffers=self.buffers, end=self.end)
@@ -210,7 +210,7 @@ class Memory:
         n_new = layer_inputs[0].shape[1]
         keep = min(self.capacity, self.length + n_new)
         # SG(m): no gradient flows into memory, except within a step of several segments.
-        left = layer_inputs if self.differentiable else [each.detach() for each in layer_inputs]
+        left = layer_inputs if self.differentiable else [rows.detach() for rows in layer_inputs]
         hidden = tuple(_newest(old, new, keep) for old, new in zip(self.hidden, left, strict=True))
         return self.followed_by(n_new, hidden)
 
@@ -237,7 +237,7 @@ class Memory:
         """Return the memory, detached from the graph that computed it; the memory itself unless `differentiable`."""
         if not self.differentiable:
             return self
-        return replace(self, hidden=tuple(each.detach() for each in self.hidden), differentiable=False)
+        return replace(self, hidden=tuple(rows.detach() for rows in self.hidden), differentiable=False)
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Memory:
         """Return the memory of the lanes with indices `lanes`, in that order; indices may repeat."""
@@ -254,11 +254,11 @@ class Memory:
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
         # Set masked positions to 0: their attention weight is 0, but 0 times a number that is not finite is NaN.
         mask = sent(mask.cpu(), self.hidden[0].device)
-        hidden = tuple(each.masked_fill(mask[:, None, None], 0) for each in self.hidden)
+        hidden = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in self.hidden)
         held = self.projections
         if held is not None:
-            keys = tuple(each.masked_fill(mask[:, None, None], 0) for each in held.keys)
-            values = tuple(each.masked_fill(mask[:, None, None], 0) for each in held.values)
+            keys = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in held.keys)
+            values = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in held.values)
             held = replace(held, keys=keys, values=values, buffers=None)
         return replace(self, hidden=hidden, filled=emptied, projections=held)._trimmed()
 
@@ -299,8 +299,8 @@ class Memory:
         mem_len, window, clamp_len = tensors["limits"].tolist()
         n_lane, n_position, _ = hidden[0].shape
         filled = tensors["filled"].tolist()
-        if any(each.shape != hidden[0].shape for each in hidden) or len(filled) != n_lane:
-            shapes = [list(each.shape) for each in hidden]
+        if any(rows.shape != hidden[0].shape for rows in hidden) or len(filled) != n_lane:
+            shapes = [list(rows.shape) for rows in hidden]
             raise ValueError(f"hidden states have shapes {shapes} and filled {len(filled)} lanes; expected one shape")
         if not all(0 <= count <= n_position for count in filled) or n_position > mem_len:
             raise ValueError(f"filled is {filled}, with {n_position} positions and mem_len {mem_len}")

@@ -38,7 +38,7 @@ class MixtureOfSoftmaxes(nn.Module):
         """Return the negative log-likelihood of each target in nats; `tail_rows` as in `Objective`."""
         # The K softmaxes are K times as many rows of one softmax; then -log sum_k exp(log pi_k - nll_k).
         repeated = targets[..., None].expand(*targets.shape, self.n_softmax)
-        rows = None if tail_rows is None else [self.n_softmax * each for each in tail_rows]
+        rows = None if tail_rows is None else [self.n_softmax * count for count in tail_rows]
         nll = softmax.nll(self._parts(hidden).flatten(0, -2), repeated.flatten(), embedding, rows)
         return -(self._log_prior(hidden) - nll.view_as(repeated)).logsumexp(dim=-1)
 

@@ -91,7 +91,7 @@ def _scan(decay: Tensor, drive: Tensor, initial: Tensor, chunk: int) -> Tensor:
     if n_chunk == 1:
         return torch.stack(_one_after_the_other(decay, drive, initial), dim=1)
     padding = (0, 0, 0, n_chunk * chunk - n_position)  # padding follows all requested positions, so it has no effect
-    decays, drives = (F.pad(each, padding).unflatten(1, (n_chunk, chunk)) for each in (decay, drive))
+    decays, drives = (F.pad(tensor, padding).unflatten(1, (n_chunk, chunk)) for tensor in (decay, drive))
     # For each position within the chunks: the states from zero, and the products of the decays.
     local, product = [drives[:, :, 0]], [decays[:, :, 0]]
     for place in range(1, chunk):
@@ -155,12 +155,12 @@ class RecurrentState:
 
     def detach(self) -> RecurrentState:
         """Return the state, detached from the graph that computed it."""
-        return RecurrentState(tuple(tuple(each.detach() for each in layer) for layer in self.layers))
+        return RecurrentState(tuple(tuple(tensor.detach() for tensor in layer) for layer in self.layers))
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> RecurrentState:
         """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
         chosen = lanes.to(self.layers[0][0].device)
-        return RecurrentState(tuple(tuple(each[chosen] for each in layer) for layer in self.layers))
+        return RecurrentState(tuple(tuple(tensor[chosen] for tensor in layer) for layer in self.layers))
 
     def reset(self, mask: Bool[Tensor, " B"]) -> RecurrentState:
         """Return the state with zeros in the lanes where `mask` is true."""
@@ -168,10 +168,10 @@ class RecurrentState:
             raise ValueError(f"mask has the shape {tuple(mask.shape)}; expected one entry for each lane")
         mask = mask.to(self.layers[0][0].device)
 
-        def emptied(each: Tensor) -> Tensor:
-            return each.masked_fill(mask.view(-1, *[1] * (each.ndim - 1)), 0)
+        def emptied(tensor: Tensor) -> Tensor:
+            return tensor.masked_fill(mask.view(-1, *[1] * (tensor.ndim - 1)), 0)
 
-        return RecurrentState(tuple(tuple(emptied(each) for each in layer) for layer in self.layers))
+        return RecurrentState(tuple(tuple(emptied(tensor) for tensor in layer) for layer in self.layers))
 
     def filled_with_noise(self) -> RecurrentState:
         """Return the state itself, which always has its maximal size."""
@@ -180,9 +180,9 @@ class RecurrentState:
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the state as named tensors, lanes first."""
         return {
-            f"layers.{number}.{place}": each.contiguous()
+            f"layers.{number}.{place}": tensor.contiguous()
             for number, layer in enumerate(self.layers)
-            for place, each in enumerate(layer)
+            for place, tensor in enumerate(layer)
         }
 
 
@@ -208,8 +208,8 @@ class LSTMLayer(nn.Module):
         if torch.is_autocast_enabled(kind) and _computes_in_own_precision(kind):
             with torch.autocast(kind, enabled=False):
                 precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
-                return self.forward(inputs.to(precision), tuple(each.to(precision) for each in state))
-        hidden, cell = (each.to(inputs.dtype)[None] for each in state)  # autocast may have begun or ended since
+                return self.forward(inputs.to(precision), tuple(tensor.to(precision) for tensor in state))
+        hidden, cell = (tensor.to(inputs.dtype)[None] for tensor in state)  # autocast may have begun or ended since
         if self.training and self.weight_drop > 0:
             # Look weights up by name: `torch.func.functional_call` may have replaced the parameters.
             weights = [cast(Tensor, getattr(self.lstm, name)) for name in self.lstm._flat_weights_names]
@@ -352,7 +352,7 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         hidden, after = self._embedded(tokens, state), []
         for number, (layer, before) in enumerate(zip(self.layers, state.layers, strict=True)):
             if torch.is_grad_enabled():  # the backward pass cannot keep tensors of inference mode
-                before = tuple(each.clone() if each.is_inference() else each for each in before)
+                before = tuple(tensor.clone() if tensor.is_inference() else tensor for tensor in before)
             hidden, carried = layer(hidden if number == 0 else self.dropout_between(hidden), before)
             after.append(carried)
         return hidden, RecurrentState(tuple(after)).detach()
@@ -361,7 +361,7 @@ class RecurrentModel(FamilyModel[RecurrentState]):
         """Raise `UserError` for a state of another model."""
         if isinstance(state, RecurrentState) and len(state.layers) == len(self.layers):
             expected = self.init_state(1).layers
-            shapes = [[each.shape[1:] for each in layer] for layer in state.layers]
-            if shapes == [[each.shape[1:] for each in layer] for layer in expected]:
+            shapes = [[tensor.shape[1:] for tensor in layer] for layer in state.layers]
+            if shapes == [[tensor.shape[1:] for tensor in layer] for layer in expected]:
                 return
         raise UserError("the state belongs to another model; expected one that this model's init_state made")

@@ -78,7 +78,7 @@ class _Operands:
         """Return the arguments for the library: addresses and strides of the operands and of the results."""
         query, key = self.rows[:2]
         n_lane, n_query, n_head, d_head = query.shape
-        rows = [_Rows.of(each) for each in self.rows]
+        rows = [_Rows.of(operand) for operand in self.rows]
         biases = [bias.data_ptr() for bias in self.biases]
         return _Call(
             *(n_lane, n_query, key.shape[1], n_head, d_head),

@@ -79,7 +79,7 @@ def _product_by(rows: Tensor, weight: Tensor, bias: Tensor | None, few: bool) ->
     # Both libraries read operands as if they had this form.
     regular = (
         weight.dim() == 2
-        and all(each.layout == torch.strided for each in operands)
+        and all(tensor.layout == torch.strided for tensor in operands)
         and rows.shape[-1:] == weight.shape[1:]
         and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous() and bias.dtype == dtype))
     )

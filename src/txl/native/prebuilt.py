@@ -54,5 +54,5 @@ def find_prebuilt(folder: Path, sources: dict[str, str], flags: Iterable[str]) -
         flags: flags of the processor.
     """
     has = frozenset(flags)
-    fitting = (folder / library_name(each, sources) for each in PROCESSORS if each.needs <= has)
+    fitting = (folder / library_name(kind, sources) for kind in PROCESSORS if kind.needs <= has)
     return next((path for path in fitting if path.is_file()), None)

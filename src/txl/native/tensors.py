@@ -27,7 +27,7 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
         values.device.type == "cpu"
         and values.dtype in SUFFIXES
         and type(values) in (Tensor, FakeTensor)
-        and not any(_stands_for_others(each) for each in (values, *parameters))
+        and not any(_stands_for_others(tensor) for tensor in (values, *parameters))
         and not torch.compiler.is_compiling()
         and library() is not None
     )
@@ -45,8 +45,8 @@ def readable(*tensors: Tensor) -> bool:
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
         and all(
-            type(each) in (Tensor, nn.Parameter) and each.device.type == "cpu" and not _stands_for_others(each)
-            for each in tensors
+            type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and not _stands_for_others(tensor)
+            for tensor in tensors
         )
     )
 
@@ -71,5 +71,5 @@ def call(
     found = library()
     if found is None:
         raise RuntimeError(f"{name} needs the compiled library ({why_not()})")
-    addresses = [Pointer(each.data_ptr()) if isinstance(each, Tensor) else each for each in arguments]
+    addresses = [Pointer(tensor.data_ptr()) if isinstance(tensor, Tensor) else tensor for tensor in arguments]
     getattr(found, f"{name}_{SUFFIXES[dtype]}")(*addresses, torch.get_num_threads())
