@@ -168,7 +168,7 @@ def test_a_text_that_is_interrupted_is_logged(trained, tmp_path, monkeypatch, ca
         yield "The river"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("txl.generation.text.generate", interrupted)
+    monkeypatch.setattr("txl.generation.text.generate_with", interrupted)
     assert main(["generate", str(run.path), "--prompt", "Once "]) == 130
     assert capsys.readouterr().out == "Once The river"
     assert [(event["event"], event["text"]) for event in run.events()[-1:]] == [("sample", "The river")]

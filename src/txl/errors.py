@@ -32,7 +32,7 @@ class Field:
     def text(self, name_of: Callable[[str], str] = str) -> str:
         """Return the mention in words; `name_of` as for `TxlError.text`."""
         name = name_of(self.name)
-        return name if self.value is ... else f"{name} {_in_message(self.value)}"
+        return name if self.value is ... else f"{name} {_in_message(self.value, quotes_numbers=False)}"
 
 
 class TxlError(Exception):
@@ -140,13 +140,13 @@ def shown(value: object) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
-def _in_message(value: object) -> str:
+def _in_message(value: object, quotes_numbers: bool = True) -> str:
     """Return a value for a message: a text in quotes unless it is one word and no number, a list by its beginning."""
     if isinstance(value, (list, tuple, dict)):
         return brief(list(value) if isinstance(value, tuple) else value)
     text = shown(value)
     is_word = text.isprintable() and text.split() == [text]
-    is_like_number = isinstance(value, str) and text.lstrip("+-")[:1].isdigit()
+    is_like_number = quotes_numbers and isinstance(value, str) and text.lstrip("+-")[:1].isdigit()
     return text if is_word and not is_like_number else repr(text)
 
 
