@@ -41,7 +41,8 @@ ORDER = (
     ("commands",),
     ("cli", "huggingface"),
     ("__main__",),
-    ("txl_lab.speed",),
+    ("txl_lab.records",),
+    ("txl_lab.pages", "txl_lab.speed"),
     ("txl_lab.paper",),
     ("txl_lab.commands",),
 )
