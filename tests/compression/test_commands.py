@@ -25,16 +25,6 @@ from txl.errors import STOP_SIGNALS, CommandFailed
 TEXT = b"All happy families are alike; every unhappy family is unhappy in its own way.\n" * 4
 
 
-def txl(*arguments: object, source: bytes = b"", threads: int = 1) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [sys.executable, "-m", "txl", *map(str, arguments)],
-        input=source,
-        capture_output=True,
-        env=os.environ | {"OMP_NUM_THREADS": str(threads)},
-        check=False,
-    )
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
@@ -53,20 +43,20 @@ def run(tmp_path_factory) -> Path:
     return out
 
 
-def test_there_and_back_through_pipes_in_other_processes(run):
-    there = txl("compress", "-", "--model", run, "-o", "-", source=TEXT)
-    assert there.returncode == 0, there.stderr
-    assert b"decoded and compared" in there.stderr
-    back = txl("decompress", "-", "--model", run, "-o", "-", source=there.stdout, threads=2)
-    assert back.returncode == 0, back.stderr
-    assert back.stdout == TEXT
+def test_there_and_back_through_pipes_in_other_processes(run, tmp_path):
+    """The name of the model begins like an option, which the process that verifies must not take it for."""
+    shutil.copytree(run, tmp_path / "-m")
 
+    def txl(command: str, source: bytes, threads: int) -> tuple[bytes, bytes]:
+        words = [sys.executable, "-m", "txl", command, "-", "--model=-m", "-o", "-"]
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(words, input=source, capture_output=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout, done.stderr
 
-def test_a_model_s_name_may_begin_like_an_option(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(run, "-m")
-    Path("text").write_bytes(TEXT)
-    assert main(["compress", "text", "--model=-m", "-o", "file"]) == 0
+    file, messages = txl("compress", TEXT, 1)
+    assert b"decoded and compared" in messages
+    assert txl("decompress", file, 2)[0] == TEXT
 
 
 def test_online_and_dynamic_files(run, tmp_path, capsys):
@@ -84,31 +74,39 @@ def test_online_and_dynamic_files(run, tmp_path, capsys):
         assert f"-> {len(TEXT)} bytes" in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def evaluated(run, tmp_path_factory) -> Path:
+    """Run whose log ends with a dynamic evaluation."""
+    copy = tmp_path_factory.mktemp("evaluated") / "run"
+    shutil.copytree(run, copy)
+    few = ("--max-tokens", "200", "--data-dir", str(copy.parent / "data"))
+    assert main(["eval", str(copy), *few, "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]) == 0
+    return copy
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("learning_rate", None), ("learning_rate", "x"), ("rule", "x"), ("decay", []), ("statistics_segments", "x")],
 )
-def test_damaged_settings_of_dynamic_evaluation_are_refused(run, tmp_path, capsys, field, value):
+def test_damaged_settings_of_dynamic_evaluation_are_refused(evaluated, tmp_path, capsys, field, value):
     copy, text = tmp_path / "run", tmp_path / "text"
-    shutil.copytree(run, copy)
+    shutil.copytree(evaluated, copy)
     text.write_bytes(TEXT)
-    few = ("--max-tokens", "200", "--data-dir", str(tmp_path / "data"))
-    assert main(["eval", str(copy), *few, "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]) == 0
     lines = (copy / "log.jsonl").read_text().splitlines()
     event = json.loads(lines[-1])
-    event["dynamic"][field] = value
+    event["dynamic"] |= {field: value}
     if value is None:
         del event["dynamic"][field]
     (copy / "log.jsonl").write_text("\n".join([*lines, json.dumps(event)]) + "\n")
-    capsys.readouterr()
     assert main(["compress", str(text), "--model", str(copy), "--dynamic", "-o", str(tmp_path / "out")]) == 2
-    said = f"{copy / 'log.jsonl'}: the newest dynamic evaluation is damaged; give --dynamic sgd"
-    assert said in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert str(copy / "log.jsonl") in error
+    assert "--dynamic sgd" in error
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no permissions here")
-@pytest.mark.parametrize("mode", [0o600, 0o440, 0o664])
+@pytest.mark.parametrize("mode", [0o440, 0o664])
 def test_permissions_and_time_stay_those_of_the_text(mode, tmp_path, monkeypatch):
     text, file, back = tmp_path / "text", tmp_path / "text.txl", tmp_path / "back"
     text.write_bytes(TEXT)
@@ -167,7 +165,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
 
 
 def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
-    kinds = {each: 128 + each for each in STOP_SIGNALS} | {signal.SIGKILL: -signal.SIGKILL}
+    kinds = {number: 128 + number for number in STOP_SIGNALS[1:3]} | {signal.SIGKILL: -signal.SIGKILL}
     started = {}
     for kind in kinds:
         words = ["compress", "-", "--online", "--no-verify", "-o", str(tmp_path / kind.name)]

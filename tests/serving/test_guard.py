@@ -19,28 +19,13 @@ from txl.serving.requests import Limits
 
 KEY = "a key that nobody knows"
 ROUTES = [
-    ("GET", "/v1/models"),
-    ("GET", "/v1/models/small"),
-    ("POST", "/v1/completions"),
-    ("POST", "/v1/chat/completions"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("GET", "/tokenizer_info"),
-    ("GET", "/metrics"),
-    ("GET", "/v1/streams"),
-    ("POST", "/v1/streams"),
-    ("GET", "/v1/streams/stream-1"),
-    ("DELETE", "/v1/streams/stream-1"),
-    ("POST", "/v1/streams/stream-1/append"),
-    ("POST", "/v1/streams/stream-1/generate"),
-    ("POST", "/v1/streams/stream-1/fork"),
-    ("GET", "/v1/streams/stream-1/snapshot"),
-    ("GET", "/no/such/route"),
-    ("GET", "/health/more"),
-    ("GET", "//health"),
-    ("GET", "/static/../v1/models"),
-    ("OPTIONS", "/v1/completions"),
-]
+    ("GET", "/v1/models"), ("GET", "/v1/models/small"), ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"),
+    ("POST", "/tokenize"), ("POST", "/detokenize"), ("GET", "/tokenizer_info"), ("GET", "/metrics"),
+    ("GET", "/v1/streams"), ("POST", "/v1/streams"), ("GET", "/v1/streams/stream-1"), ("DELETE", "/v1/streams/stream-1"),
+    ("POST", "/v1/streams/stream-1/append"), ("POST", "/v1/streams/stream-1/generate"),
+    ("POST", "/v1/streams/stream-1/fork"), ("GET", "/v1/streams/stream-1/snapshot"), ("GET", "/no/such/route"),
+    ("GET", "/health/more"), ("GET", "//health"), ("GET", "/static/../v1/models"), ("OPTIONS", "/v1/completions"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +46,7 @@ def test_the_table_of_routes_is_whole(server):
 
 @pytest.mark.parametrize(("method", "path"), ROUTES)
 def test_every_route_wants_the_key(locked, method, path):
-    for given in (
-        None,
-        "Bearer",
-        "Bearer wrong",
-        f"Basic {KEY}",
-        KEY,
-        f"Bearer {KEY}x",
-        f"Bearer {KEY[:-1]}",
-    ):
+    for given in (None, "Bearer", "Bearer wrong", f"Basic {KEY}", KEY, f"Bearer {KEY}x", f"Bearer {KEY[:-1]}"):
         headers = {} if given is None else {"authorization": given}
         url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
         answer = locked.client.request(method, url, headers=headers, json={} if method == "POST" else None)
@@ -111,16 +88,9 @@ def test_hosts(locked, host, status):
 def test_origins(locked):
     key = {"authorization": f"Bearer {KEY}"}
     own = locked.url
-    for origin, status in (
-        (own, 200),
-        ("http://evil.example", 403),
-        ("null", 403),
-        ("file://", 403),
-        ("x", 403),
-        ("http://[", 403),
-    ):
+    for origin in (own, "http://evil.example", "null", "file://", "x", "http://["):
         answer = locked.client.get("/v1/models", headers=key | {"origin": origin})
-        assert answer.status_code == status
+        assert answer.status_code == (200 if origin == own else 403)
         assert "access-control-allow-origin" not in answer.headers
     assert (
         locked.client.post("/v1/streams", headers=key | {"origin": "http://evil.example"}, json={}).status_code == 403
@@ -284,7 +254,7 @@ def test_memory_is_returned_after_large_requests(server_with, monkeypatch):
     monkeypatch.setattr("txl.serving.guard._PAUSE", 0.3)
     server = server_with()
     server.post("/tokenize", {"prompt": "a" * 60_000})
-    time.sleep(0.6)
+    time.sleep(0.4)
     assert not returned
     for _ in range(3):
         server.post("/tokenize", {"prompt": "a" * 100_000})

@@ -129,7 +129,7 @@ def test_snapshots_whose_header_is_nested_or_large(server):
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     about = header["__metadata__"]["txl_stream"]
-    for depth in (100, *range(900, 1000, 7)):  # json.dumps fails at a lower depth than json.loads
+    for depth in (100, 900, 950, 990):  # json.dumps fails at a lower depth than json.loads
         for entry in ("extra", "dtype"):
             deep = about[:-1] + f', "{entry}": ' + "[" * depth + "]" * depth + "}"
             head = json.dumps(header | {"__metadata__": {"txl_stream": deep}}).encode()

@@ -153,19 +153,6 @@ def test_streamed_generation(server):
     }  # fmt: skip
 
 
-def test_an_interrupted_stream_is_one_that_was_not(server):
-    """Ten pieces of ten tokens, each continued from a snapshot of the previous, equal one piece of 100 tokens."""
-    stream = new(server, seed=3)
-    whole = generate(server, new(server, seed=3), 100, logprobs=0)["tokens"]
-    pieces = []
-    for _ in range(10):
-        pieces += generate(server, stream, 10, logprobs=0)["tokens"]
-        data = snapshot(server, stream)
-        server.client.delete(f"/v1/streams/{stream}")
-        stream = restore(server, data)["id"]
-    assert pieces == whole
-
-
 def test_forks(server):
     stream = new(server, TEXT * 30, seed=6)
     drawn = generate(server, stream, 700, logprobs=0)["tokens"]
@@ -219,21 +206,6 @@ def test_a_fork_at_the_oldest_token_knows_those_before_it(server):
         assert kept.state.n_token > twin.state.n_token == at
 
 
-def test_forks_at_every_token_of_a_short_stream(server):
-    ids = list(TEXT[:20].encode())
-    stream = new(server, TEXT[:20])
-    for at in range(0, len(ids) + 1, 4):
-        twin = server.post(f"/v1/streams/{stream}/fork", {"at": at, "token": 66})
-        fresh = server.post("/v1/streams", {"tokens": [*ids[:at], 66]})["stream"]
-        found, expected = (
-            server.post(f"/v1/streams/{name}/append", {"tokens": [1], "logprobs": 0})["tokens"][0]["logprob"]
-            for name in (twin["id"], fresh["id"])
-        )
-        assert found == pytest.approx(expected, abs=1e-5)
-        for name in (twin["id"], fresh["id"]):
-            server.client.delete(f"/v1/streams/{name}")
-
-
 def test_memory_does_not_grow(server):
     """The size of a stream is the same after many times its memory length; ten million tokens need as much."""
     stream = new(server, TEXT)
@@ -268,9 +240,9 @@ def test_memory_does_not_grow_within_a_request(server, monkeypatch):
 
     monkeypatch.setattr(scheduler_module, "SavedEvent", Saved)
     stream = new(server, TEXT)
-    server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 150})
-    generate(server, stream, 6 * 512)
-    assert len(most) > 27
+    server.post(f"/v1/streams/{stream}/append", {"text": TEXT * 75})
+    generate(server, stream, 3 * 512)
+    assert len(most) > 13
     assert max(most) <= 8
 
 
@@ -302,6 +274,8 @@ def test_numbers_of_an_idle_server(server):
 def test_empty_streams(server):
     about = server.post("/v1/streams")
     assert about["tokens"] == 0
+    assert about["expires_in"] == pytest.approx(3600, abs=5)
+    assert about["created"] == pytest.approx(time.time(), abs=60)
     assert about["bits_per_token"] is None
     assert "empty" in server.refused(400, f"/v1/streams/{about['id']}/generate", {})["message"]
     moved = restore(server, snapshot(server, about["id"]))
@@ -350,7 +324,7 @@ def test_one_request_at_a_time(server):
 @pytest.mark.parametrize("path", ["append", "generate", "completions"])
 def test_the_engine_waits_for_a_client_that_does_not_read(server_with, path):
     """What such a client has not received would fill the server's memory."""
-    limit = 20_000
+    limit = 5_000
     server = server_with(Limits(max_reported=limit, max_tokens=200_000))
     stream, outboxes = new(server), []
     scheduler, real = server.service.scheduler, server.service.scheduler.submit
@@ -379,14 +353,14 @@ def test_the_engine_waits_for_a_client_that_does_not_read(server_with, path):
 
 
 def test_a_client_that_reads_may_receive_any_number_of_log_probabilities(server_with):
-    server = server_with(Limits(max_reported=20_000))
+    server = server_with(Limits(max_reported=5_000))
     stream = new(server)
     with server.client.stream(
-        "POST", f"/v1/streams/{stream}/append", json={"text": TEXT * 40, "stream": True, "logprobs": 20}
+        "POST", f"/v1/streams/{stream}/append", json={"text": TEXT * 10, "stream": True, "logprobs": 20}
     ) as answer:
         *_, last = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
     assert last["object"] == "stream.append"
-    assert last["read"] * 21 > 2 * 20_000
+    assert last["read"] * 21 > 2 * 5_000
 
 
 def test_the_figures_of_an_append_are_those_of_its_own_text(server, monkeypatch):
@@ -410,32 +384,6 @@ def test_the_figures_of_an_append_are_those_of_its_own_text(server, monkeypatch)
 def append_beside(server, stream: str, text: str) -> None:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         assert client.post(f"/v1/streams/{stream}/append", json={"text": text}).is_success
-
-
-def test_who_leaves_while_it_reads(server):
-    stream = new(server)
-    body = {"text": TEXT * 5000, "stream": True}
-    with server.client.stream("POST", f"/v1/streams/{stream}/append", json=body) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-    wait_for(server.is_empty)
-    wait_for(lambda: not server.get(f"/v1/streams/{stream}")["busy"])
-    about = server.get(f"/v1/streams/{stream}")
-    assert len(TEXT.encode()) < about["tokens"] < len(TEXT.encode()) * 5001
-    assert about["scored"] == about["tokens"] - 1
-    generate(server, stream, 5)
-
-
-def test_deleting_ends_what_runs(server):
-    stream = new(server)
-    with server.client.stream(
-        "POST", f"/v1/streams/{stream}/generate", json={"max_tokens": 60000, "stream": True}
-    ) as answer:
-        lines = answer.iter_lines()
-        next(lines)
-        assert server.client.delete(f"/v1/streams/{stream}").status_code == 200
-        wait_for(server.is_empty)
-    server.refused(404, f"/v1/streams/{stream}", method="GET")
 
 
 @pytest.mark.parametrize(("route", "value"), [("append", {"text": TEXT * 400}), ("generate", {"max_tokens": 60000})])
@@ -477,35 +425,19 @@ def test_no_more_tokens_are_drawn_than_the_limit_by_default(server_with):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "named"),
+    ("path", "value", "param"),
     [
-        ("", {"logprobs": 3}, "logprobs"),
-        ("", {"stream": True}, "stream"),
-        ("", {"text": "a", "tokens": [1]}, "either"),
-        ("", {"text": ""}, "text"),
-        ("", {"text": 3}, "text"),
-        ("", {"prompt": "a"}, "prompt"),
-        ("/append", {}, "either"),
-        ("/append", {"tokens": "a"}, "tokens"),
-        ("/append", {"tokens": [999]}, "tokens"),
-        ("/append", {"text": "a", "seed": 3}, "seed"),
-        ("/generate", {"max_tokens": 0}, "max_tokens"),
-        ("/generate", {"echo": True}, "echo"),
-        ("/fork", {"at": -1}, "at"),
-        ("/fork", {"position": 3}, "position"),
+        ("", {"logprobs": 3}, "logprobs"), ("", {"stream": True}, "stream"), ("", {"text": "a", "tokens": [1]}, "text"),
+        ("", {"text": ""}, "text"), ("", {"text": 3}, "text"), ("", {"prompt": "a"}, "prompt"), ("/append", {}, "text"),
+        ("/append", {"tokens": "a"}, "tokens"), ("/append", {"tokens": [999]}, "tokens"),
+        ("/append", {"text": "a", "seed": 3}, "seed"), ("/generate", {"max_tokens": 0}, "max_tokens"),
+        ("/generate", {"echo": True}, "echo"), ("/fork", {"at": -1}, "at"), ("/fork", {"position": 3}, "position"),
     ],
-)
-def test_mistakes_are_named(server, path, value, named):
+)  # fmt: skip
+def test_mistakes_are_named(server, path, value, param):
     stream = f"/{new(server)}" if path else ""
-    assert named in server.refused(400, f"/v1/streams{stream}{path}", value)["message"]
+    assert server.refused(400, f"/v1/streams{stream}{path}", value)["param"] == param
     assert len(server.kept) == (1 if path else 0)
-
-
-def test_times_are_told(server):
-    stream = new(server)
-    before = server.get(f"/v1/streams/{stream}")
-    assert before["expires_in"] == pytest.approx(3600, abs=5)
-    assert before["created"] == pytest.approx(time.time(), abs=60)
 
 
 def test_the_example_that_follows_a_log(server, tmp_path):
@@ -518,23 +450,16 @@ def test_the_example_that_follows_a_log(server, tmp_path):
     first = server.post("/v1/streams", {"text": lines[0]})["stream"]["id"]
     usual = server.post(f"/v1/streams/{first}/append", {"text": lines[1]})
     bits = usual["bits"] / len(lines[1]) + 0.8
-    command = [
-        sys.executable,
-        str(example),
-        str(log),
-        "--url",
-        server.url,
-        "--bits",
-        str(bits),
-        "--from-start",
-        "--once",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    def run(url: str) -> subprocess.CompletedProcess[str]:
+        words = [str(log), "--url", url, "--bits", str(bits), "--from-start", "--once"]
+        command = [sys.executable, str(example), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    done = run(server.url)
     assert done.returncode == 0, done.stderr
     assert odd.strip() in done.stdout
     assert "river" not in done.stdout
-    gone = subprocess.run(
-        [*command[:4], "http://127.0.0.1:9", *command[5:]], capture_output=True, text=True, timeout=60
-    )
+    gone = run("http://127.0.0.1:9")
     assert gone.returncode == 2
     assert "is txl serve running there?" in gone.stderr
