@@ -125,7 +125,7 @@ def test_the_source_archive_can_be_tested_and_holds_nothing_that_was_made(archiv
     assert {
         "src/txl/native/attend.cpp",
         "src/txl/native/vectors.h",
-        "src/txl/serving/static/index.html",
+        "src/txl/serving/playground/index.html",
         "src/txl/reporting/templates/page.html",
     } <= names
     made = [

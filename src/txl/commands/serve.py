@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from txl.commands.arguments import pick_device, run_to_read, tested_lengths
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from txl.serving.kept_streams import KeptStreams
     from txl.serving.requests import Limits
 
+T = TypeVar("T")
 KEY_VARIABLE = "TXL_API_KEY"
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "sse_starlette")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -37,45 +38,36 @@ _LIMITS = {
 }
 
 
-@typed("0 to 65535")
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 1 << 16:
-        raise ValueError
-    return port
+def _value(expected: str, kind: Callable[[str], T], holds: Callable[[T], bool]) -> Callable[[str], T]:
+    """Return the function that parses the value of an option, which must be of a kind and fulfil a condition."""
+
+    @typed(expected)
+    def parse(text: str) -> T:
+        value = kind(text)
+        if not holds(value):
+            raise ValueError
+        return value
+
+    return parse
 
 
-@typed("seconds above 0")
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise ValueError
-    return seconds
+def _is_host(text: str) -> bool:
+    return urlsplit(f"//{text}").hostname == text.lower() and re.fullmatch(r"[\w.:-]+", text, re.ASCII) is not None
 
 
-@typed("printable characters, in one line")
-def _name(text: str) -> str:
-    if not text.isprintable() or not text:
-        raise ValueError
-    return text
-
-
-@typed("a host name without scheme and port (lm.example.org)")
-def _host(text: str) -> str:
-    if urlsplit(f"//{text}").hostname != text.lower() or not re.fullmatch(r"[\w.:-]+", text, re.ASCII):
-        raise ValueError
-    return text
-
-
-@typed("scheme, host and port as a browser sends them (https://example.org)")
-def _origin(text: str) -> str:
-    """Return what a browser could send as `Origin`: in small letters, without path and default port."""
+def _is_origin(text: str) -> bool:
+    """Return whether a browser could send the text as `Origin`: in small letters, without path and default port."""
     parts = urlsplit(text)
     has_default_port = parts.port is not None and parts.port == {"http": 80, "https": 443}.get(parts.scheme)
     is_plain = bool(parts.scheme and parts.netloc) and text == f"{parts.scheme}://{parts.netloc}".lower()
-    if text != "null" and (not is_plain or has_default_port):
-        raise ValueError
-    return text
+    return text == "null" or (is_plain and not has_default_port)
+
+
+_port = _value("0 to 65535", int, lambda port: 0 <= port < 1 << 16)
+_seconds = _value("seconds above 0", float, lambda seconds: 0 < seconds < float("inf"))
+_name = _value("printable characters, in one line", str, lambda name: name.isprintable() and name != "")
+_host = _value("a host name without scheme and port (lm.example.org)", str, _is_host)
+_origin = _value("scheme, host and port as a browser sends them (https://example.org)", str, _is_origin)
 
 
 def add_parser(commands: Commands) -> None:

@@ -93,8 +93,8 @@ class _Matches:
 
     def __init__(self, lanes: int):
         self._size = _HISTORY // lanes
-        self._streams = list(range(lanes))
-        self._read = [0] * lanes  # number of bytes of each stream
+        self._regions = list(range(lanes))
+        self._read = [0] * lanes  # bytes read of the text of each region
         self._history = bytearray(lanes * self._size)
         self._last_seen = np.zeros(1 << _MATCH_BITS, dtype=np.int32)
         self._newest = [0] * lanes
@@ -116,8 +116,8 @@ class _Matches:
     def read(self, symbols: list[int]) -> None:
         """Read each lane's next byte."""
         for lane, symbol in enumerate(symbols):
-            stream = self._streams[lane]
-            start = stream * self._size
+            region = self._regions[lane]
+            start = region * self._size
             place = self._place[lane]
             if place >= 0:
                 length = self._length[lane]
@@ -143,5 +143,5 @@ class _Matches:
 
     def rotate(self) -> None:
         """Move the match of each lane to the next lane, as in `Counts.rotate`."""
-        for values in (self._streams, self._read, self._newest, self._place, self._length):
+        for values in (self._regions, self._read, self._newest, self._place, self._length):
             values.insert(0, values.pop())

@@ -36,7 +36,7 @@ from txl.serving.schemas import DetokenizeRequest, TokenizeRequest, checked
 from txl.serving.service import Service
 
 _logger = logging.getLogger(__name__)
-_STATIC = Path(str(files("txl.serving"))) / "static"
+_PLAYGROUND = Path(str(files("txl.serving"))) / "playground"
 _READ_AT_ONCE = 1 << 13  # bytes; in chunks of one byte, they take about 20 ms
 _CONTENT = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; " + (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -65,7 +65,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     app = Starlette(
         routes=[
             Route("/", _page),
-            Mount("/static", _Static(directory=_STATIC)),
+            Mount("/static", _Static(directory=_PLAYGROUND)),
             Route("/health", _health),
             Route("/metrics", _metrics),
             Route("/v1/models", _models),
@@ -103,7 +103,7 @@ class _Static(StaticFiles):
 
 
 async def _page(request: Request) -> Response:
-    page = (_STATIC / "index.html").read_bytes()
+    page = (_PLAYGROUND / "index.html").read_bytes()
     return Response(
         page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT, "Cache-Control": "no-cache"}
     )

@@ -21,17 +21,7 @@ from txl.serving.kept_stream import KeptStream, Operation, new_id, restored, sna
 from txl.serving.kept_streams import KeptStreams
 from txl.serving.requests import ApiError, body_of, dumps, json_response
 from txl.serving.schemas import AppendRequest, CreateRequest, ForkRequest, GenerateRequest, Reporting, checked
-from txl.serving.work import (
-    Continuation,
-    DrawnEvent,
-    EndEvent,
-    Event,
-    Outbox,
-    ReadEvent,
-    ScoredToken,
-    Work,
-    n_reported,
-)
+from txl.serving.work import Continuation, DrawnEvent, EndEvent, Event, Outbox, ReadEvent, ScoredToken, Work, n_reported
 
 SNAPSHOT_TYPE = "application/octet-stream"
 _LN2 = math.log(2)
