@@ -222,7 +222,6 @@ def test_the_openai_client(server, served):
 def test_what_is_not_supported_is_named(server, value, param):
     error = server.refused(400, "/v1/completions", {"prompt": "a"} | value)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert param is None or param in error["message"]
     assert server.is_empty()
 
 
