@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -35,8 +36,8 @@ def main() -> None:
     print(f"{corpus.name}: {len(train):,} training tokens, vocabulary of {len(corpus.vocabulary)}")
 
     # 2. Model. A preset is a configuration with a name; every field of it can be changed.
-    config = txl.preset("stdlib-tiny").model
-    config.n_layer, config.d_model, config.mem_len = options.n_layer, options.d_model, options.segment
+    preset = txl.preset("stdlib-tiny").model
+    config = replace(preset, n_layer=options.n_layer, d_model=options.d_model, mem_len=options.segment)
     model = txl.build_model(config, corpus.vocabulary)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
 

@@ -74,7 +74,7 @@ def current(trained: Path, story: Path, folder: Path, capsys: pytest.CaptureFixt
     run = shutil.copytree(trained, folder / "run")
     few = ["--max-tokens", "300"]
     return {
-        "python": {name: _parameters(name) for name in sorted(txl.__all__)},
+        "python": {name: _parameters(name) for name in sorted(vars(txl)["__all__"])},
         "options": {command: _options(command, capsys) for command in COMMANDS},
         "files": _files_of(run),
         "json": {

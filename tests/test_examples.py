@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,8 +44,8 @@ def test_a_model_trained_by_the_example_can_begin_a_text(monkeypatch):
     assert specification.loader is not None
     example = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(example)
-    config = txl.preset("stdlib-tiny").model
-    config.n_layer, config.d_model, config.n_head, config.d_head, config.d_inner, config.mem_len = 2, 32, 2, 16, 64, 12
+    small = {"n_layer": 2, "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64, "mem_len": 12}
+    config = replace(txl.preset("stdlib-tiny").model, **small)
     period = torch.randint(5, (37,), generator=torch.Generator().manual_seed(7))
     text = period.repeat(100)
     lanes = torch.stack([text[9 * lane : 9 * lane + 12 * 291] for lane in range(8)])

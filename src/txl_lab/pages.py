@@ -25,7 +25,7 @@ class RecordedPlot:
 
     path: Path
     shown: list[Any]
-    """What the plot shows, ready for JSON."""
+    """Contents of the plot, ready for JSON."""
     size: tuple[float, float]
     """Width and height in inches."""
     draw: Callable[[Figure], None]

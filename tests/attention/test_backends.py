@@ -59,7 +59,7 @@ def gpu(monkeypatch):
 
 
 def test_recorded_steps_use_what_was_measured_on_the_gpu_and_others_shifted(gpu):
-    def chosen(model=PLAIN, device="cuda:0", dtype=torch.bfloat16, captured=True):
+    def chosen(model=PLAIN, device="cuda:0", dtype: torch.dtype | None = torch.bfloat16, captured=True):
         return attention_backend(model, device, dtype, captured).name
 
     assert chosen() == "flex"

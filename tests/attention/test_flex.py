@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,11 +26,11 @@ CPU = torch.device("cpu")
 class DenseKernel(FlexKernel):
     """Attention with a mask of all keys."""
 
-    def mask(self, scope, n_query, n_lane, device):
+    def mask(self, scope, n_query, n_lane, device) -> Any:
         mask = scope.mask(n_query, device)
         return mask if mask.dim() == 2 else mask[:, None]
 
-    def attend(self, query, key, value, mask, scale):
+    def attend(self, query, key, value, mask: Any, scale):
         scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
         return scores.softmax(dim=-1) @ value
 

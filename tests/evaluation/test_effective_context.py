@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -307,7 +308,8 @@ def test_contexts_that_are_read_through_a_window():
 
 def test_exact_contexts_under_a_clamp():
     torch.manual_seed(0)
-    model = far_from_zero(TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6))
+    config = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=9, mem_len=6)
+    model = far_from_zero(config)
     tokens = torch.randint(13, (30,))
     for clamp_len in (2, "none"):
         found = txl.losses_at_context(model, tokens, context=9, targets=range(9, 30), clamp_len=clamp_len)
@@ -319,7 +321,7 @@ def test_exact_contexts_under_a_clamp():
     free = txl.evaluate_sliding(model, tokens, context=9)
     assert (clamped.clamp_len, free.clamp_len) == (2, None)
     assert clamped.nll != pytest.approx(free.nll, abs=1e-4)
-    model.config.clamp_len = 2  # the default is the clamp of the model's configuration
+    model.config = replace(config, clamp_len=2)  # the default is the clamp of the model's configuration
     own = txl.evaluate_sliding(model, tokens, context=9)
     assert (own.clamp_len, own.nll) == (2, clamped.nll)
 

@@ -1,4 +1,4 @@
-"""What a table measures of each model: a class for each kind, which measures, gathers over seeds, prints and draws."""
+"""Measurements of a table: a class for each kind, which measures a model, gathers over seeds, prints and draws."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Measurement:
     measures: ClassVar[tuple[str, ...]] = ()
     """Names of the numbers that a result of a row has."""
     repeat: ClassVar[str] = "seed"
-    """What is repeated."""
+    """Experiment that is repeated."""
     results: ClassVar[str] = ""
     """Folder of the results, below that of the experiment's results: tables of one experiment share theirs."""
     has_numbers: ClassVar[bool] = True
