@@ -55,7 +55,8 @@ def measure(options: dict[str, str], vocab_size: int, measured: Any) -> None:
         small = {"model.d_model": "8", "model.d_hidden": "8", "train.segment": "4"}
     train(with_options(run, small), 2, 256)
     before = kilobytes("VmRSS")
-    train(run, 4, vocab_size)
+    lengths = run.model.lengths()
+    train(run, 2 + -(-lengths.capacity // run.train.segment), vocab_size)  # until memory is full, and a step more
     measured.put(1024 * (kilobytes("VmHWM") - before))
 
 
@@ -157,9 +158,9 @@ def test_the_optimiser_keeps_what_its_kind_keeps(options):
 
 
 def test_layers_beyond_the_third_are_like_the_third():
-    """Only two and three layers are traced; a run of five keeps as much as two steps from three to four would add."""
-    run = with_options(RunConfig(), SHAPE | {"model.cutoffs": "100", "train.batch_size": "2", "model.n_layer": "5"})
-    assert estimate(run, 256).total_bytes == pytest.approx(peak_bytes(run, 256), rel=0.01)
+    """Only two and three layers are traced. With few tokens gradients would grow as fast as activations are freed."""
+    run = with_options(RunConfig(), SHAPE | {"model.cutoffs": "100", "train.batch_size": "16", "model.n_layer": "5"})
+    assert estimate(run, 256).total_bytes == pytest.approx(peak_bytes(run, 256), rel=0.02)
 
 
 @pytest.mark.parametrize("name", ["enwik8-12L", "enwik8-24L"])
