@@ -36,7 +36,7 @@ def test_what_needs_no_torch_does_not_load_it(trained, tmp_path):
         ["score", "no-run", "text"], ["export", "no-run", "--out", "x"], ["generate", "no-run", "--prompt", "a"],
         ["generate", str(trained), "--prompt", "a", "--top-p", "7"], ["samples", str(trained), "--temperature", "-1"],
         ["eval", str(trained), "--checkpoint", "77"], ["eval", str(trained), "--data.corpus", "no-text"],
-        ["cache", str(trained), "--tune-on", "test"], ["data", "info", "no-text"], ["reproduce", "table99"],
+        ["cache", str(trained), "--tune-on", "test"], ["data", "info", "no-text"],
         ["bench", "train", "--steps", "0"], ["bench", "table9", "--lengths", "0"], ["bench", "budget", "stdlib-tiny"],
     ]  # fmt: skip
     code = """

@@ -196,7 +196,7 @@ def test_dry_run_shows_the_choice_and_writes_nothing(train: Train, tmp_path: Pat
         (["--minutes", "5", "--train.segment", "-4"], "--train.segment is -4"),
         (["--minutes", "5", "--train.batch-size", "0"], "--train.batch-size is 0"),
         (["--minutes", "5", "--train.micro-batches", "3"], "--train.micro-batches is 3"),
-        (["--minutes", "5", "--data.max-words", "5"], "data.max_words"),
+        (["--minutes", "5", "--data.max-words", "5"], "data.max-words"),
         ([], "no preset is named"),
     ],
 )

@@ -187,7 +187,7 @@ def test_contexts_of_a_text_without_lines_begin_anywhere():
     assert sorted(draw_contexts(tokens, ByteVocabulary(), count=11, length=40, seed=1)) == list(range(11))
     with pytest.raises(UserError, match="51 tokens, but the token stream split has only 50"):
         draw_contexts(tokens, ByteVocabulary(), count=1, length=51, seed=1)
-    with pytest.raises(UserError, match="lower --count"):
+    with pytest.raises(UserError, match="lower count"):
         draw_contexts(tokens, ByteVocabulary(), count=12, length=40, seed=1)
 
 

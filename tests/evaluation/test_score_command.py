@@ -222,7 +222,7 @@ def test_texts_that_cannot_be_read_leave_nothing(content, runs, tmp_path, capsys
         (["missing.txt"], "missing.txt: No such file"),
         (["."], "Is a directory"),
         (["text.txt", "--out", "nowhere/table.tsv"], "nowhere is not a folder"),
-        (["text.txt", "--out", "."], "is a folder"),
+        (["text.txt", "--out", "."], "a folder"),
         (["text.txt", "--out", "./text.txt"], ": the source itself"),
         (["text.txt", "--sliding", "4", "--mem-len", "3"], "--sliding and --mem-len"),
         (["text.txt", "--segment", "0"], "segment is 0"),

@@ -146,10 +146,21 @@ def with_equal_tokens(run: RunConfig, segment: int) -> RunConfig:
 
 def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
     """Return the longest segment of equal memory by `txl.training.estimate`, without a measurement."""
+
+    def bytes_over(segment: int) -> float:
+        return estimate(with_segment(run, segment), vocab_size).total_bytes - budget
+
     budget = estimate(other, vocab_size).total_bytes
-    low, high = run.train.segment, 8 * run.train.segment
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = estimate(with_segment(run, middle), vocab_size).total_bytes <= budget
-        low, high = (middle, high) if fits else (low, middle - 1)
+    low, high = run.train.segment, 8 * run.train.segment + 1
+    below, above = bytes_over(low), bytes_over(high)
+    # An estimate takes seconds, and memory is nearly a line over the segment: the place where the line meets the budget
+    # comes next. The weight of the end that stays is halved, so that both ends move (the Illinois rule).
+    while high - low > 1 and below < 0:
+        met = low + round((high - low) * -below / (above - below)) if above > 0 else high
+        segment = min(max(met, low + 1), high - 1)
+        over = bytes_over(segment)
+        if over <= 0:
+            low, below, above = segment, over, above / 2
+        else:
+            high, above, below = segment, over, below / 2
     return low
