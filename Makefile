@@ -39,7 +39,7 @@ oracle: .venv-oracle/.installed
 .venv-oracle/.installed: constraints-oracle.txt
 	$(PYTHON) -m venv .venv-oracle
 	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oracle.txt \
-		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype
+		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype zstandard
 	@touch $@
 
 # Checkpoints that TensorFlow wrote; not part of .ci/run, because of its size.
@@ -49,7 +49,7 @@ oracle-tensorflow: .venv-tensorflow/.installed
 .venv-tensorflow/.installed: constraints-tensorflow.txt
 	$(PYTHON) -m venv .venv-tensorflow
 	.venv-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-tensorflow.txt \
-		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype
+		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype zstandard
 	@touch $@
 
 # What `txl export` writes, driven through transformers 5.

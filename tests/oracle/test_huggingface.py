@@ -183,7 +183,7 @@ def test_a_vocabulary_beside_the_weights_is_found(tmp_path):
         ({"ext_len": 4}, "an extended context of 4"),
         ({"sample_softmax": 20}, "a sampled softmax"),
         ({"vocab_size": 51}, "config.json says 51 tokens, the weights have 50"),
-        ({"d_inner": 41}, "model.d_inner is 41, but the checkpoint's tensors say 40"),
+        ({"d_inner": 41}, "model.d_inner 41: the checkpoint's tensors say 40"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_by_name(changes, message, tmp_path):
