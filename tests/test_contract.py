@@ -65,7 +65,7 @@ def _files_of(run: Path) -> dict[str, str]:
     for path in (run / "config.json", run / "vocabulary.json", checkpoint / "manifest.json"):
         keys[path.name] = _keys(json.loads(path.read_text(encoding="utf-8")))
     keys["checkpoint"] = {path.name for path in checkpoint.iterdir()}
-    keys["run directory"] = {path.name for path in run.iterdir() if path.suffix != ".lock"}
+    keys["run directory"] = {path.name for path in run.iterdir() if path.suffix in ("", ".json", ".jsonl")}
     return {name: " ".join(sorted(paths)) for name, paths in keys.items()}
 
 
