@@ -39,7 +39,7 @@ oracle: .venv-oracle/.installed
 .venv-oracle/.installed: constraints-oracle.txt
 	$(PYTHON) -m venv .venv-oracle
 	.venv-oracle/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-oracle.txt \
-		torch transformers sacremoses safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype zstandard
+		torch transformers sacremoses safetensors tokenizers numpy pytest rich lazy_loader portalocker jaxtyping beartype zstandard
 	@touch $@
 
 # Checkpoints that TensorFlow wrote; not part of .ci/run, because of its size.
@@ -49,7 +49,7 @@ oracle-tensorflow: .venv-tensorflow/.installed
 .venv-tensorflow/.installed: constraints-tensorflow.txt
 	$(PYTHON) -m venv .venv-tensorflow
 	.venv-tensorflow/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-tensorflow.txt \
-		torch tensorflow-cpu safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype zstandard
+		torch tensorflow-cpu safetensors tokenizers numpy pytest rich lazy_loader portalocker jaxtyping beartype zstandard
 	@touch $@
 
 # What `txl export` writes, driven through transformers 5.
@@ -59,7 +59,7 @@ huggingface: .venv-huggingface/.installed
 .venv-huggingface/.installed: constraints-huggingface.txt
 	$(PYTHON) -m venv .venv-huggingface
 	.venv-huggingface/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-huggingface.txt \
-		torch transformers safetensors tokenizers numpy pytest rich platformdirs lazy_loader portalocker jaxtyping beartype zstandard pooch matplotlib
+		torch transformers safetensors tokenizers numpy pytest rich lazy_loader portalocker jaxtyping beartype zstandard pooch matplotlib
 	@touch $@
 
 # lm-evaluation-harness, as it is, against `txl serve`.
@@ -70,7 +70,7 @@ lm-eval: .venv-lm-eval/.installed
 	$(PYTHON) -m venv .venv-lm-eval
 	.venv-lm-eval/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lm-eval.txt \
 		torch 'lm_eval[api]' starlette uvicorn prometheus_client sse-starlette httpx safetensors tokenizers numpy pytest rich \
-		platformdirs lazy_loader portalocker jaxtyping beartype zstandard pooch matplotlib huggingface_hub
+		lazy_loader portalocker jaxtyping beartype zstandard pooch matplotlib huggingface_hub
 	@touch $@
 
 # The kernels for NVIDIA GPUs, without one: their numbers in Triton's interpreter, their needs from compiled binaries.
@@ -81,7 +81,7 @@ triton: .venv-triton/.installed
 .venv-triton/.installed: constraints-triton.txt
 	$(PYTHON) -m venv .venv-triton
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-triton.txt \
-		torch triton safetensors tokenizers numpy pytest pytest-xdist rich platformdirs lazy_loader portalocker jaxtyping beartype
+		torch triton safetensors tokenizers numpy pytest pytest-xdist rich lazy_loader portalocker jaxtyping beartype
 	@touch $@
 
 # The documentation as a site of plain files in site/; broken links and anchors end it.
@@ -92,7 +92,7 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: constraints-docs.txt
 	$(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-docs.txt \
-		sphinx furo myst-parser sphinx-copybutton torch safetensors tokenizers numpy rich platformdirs lazy_loader portalocker \
+		sphinx furo myst-parser sphinx-copybutton torch safetensors tokenizers numpy rich lazy_loader portalocker \
 		jaxtyping zstandard pooch matplotlib huggingface_hub
 	@touch $@
 

@@ -120,20 +120,11 @@ def _speaks_in_options(path: Path) -> bool:
     return any(isinstance(text, str) and re.search(r"^--[a-z.-]+ |[\s(]--[a-z]", text) for text in texts)
 
 
-TO_CONVERT = {
-    "txl.interop.conversion",
-    "txl.interop.export_run",
-    "txl.interop.import_run",
-    "txl.interop.new_directory",
-    "txl.minutes.measured",
-}
-
-
 def test_only_the_command_line_speaks_in_options():
     """Elsewhere a message names a setting (`txl.errors.Field`); pages of `reporting` show commands to copy."""
     told = ("txl.commands", "txl.cli", "txl.reporting", "txl_lab")
     speaking = {module for module, path in MODULES.items() if not module.startswith(told) and _speaks_in_options(path)}
-    assert speaking <= TO_CONVERT
+    assert speaking == set()
 
 
 def circle(imports: dict[str, set[str]]) -> list[str]:

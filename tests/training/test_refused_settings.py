@@ -54,4 +54,6 @@ def test_settings_that_cannot_be_are_refused(field, options):
 
 
 def test_a_shift_that_is_no_multiple_with_the_loss_is_taken():
-    validate(small_run("my.txt", **{"train.loss": "half", "train.epoch_shift": "3"}))
+    run = small_run("my.txt", **{"train.loss": "half", "train.epoch_shift": "3"})
+    validate(run)
+    assert (run.train.loss, run.train.epoch_shift) == ("half", 3)

@@ -72,7 +72,7 @@ class Tuned(TypedDict):
 
     recipe: str
     table: str
-    """Name of the table with the row that was tuned; with `--reuse` it may be another one than that of the page."""
+    """Name of the table with the row that was tuned."""
     row: str
     steps: int
     """Number of steps of a short run."""
