@@ -29,10 +29,10 @@ from typing import Any
 import torch
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
 from txl.data.standard_library import stdlib_files
+from txl.devices import keep_freed_memory
 from txl.evaluation.perplexity import evaluate
 from txl.minutes import rule
 from txl.minutes.measured import measured_speed, run_in_minutes

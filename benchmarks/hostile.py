@@ -33,11 +33,11 @@ import torch
 from benchmarks.server_process import ask, served
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.data.bpe import BpeVocabulary
 from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
+from txl.devices import keep_freed_memory
 from txl.serving.service import Served, Service
 from txl_lab.records import write
 

@@ -28,8 +28,8 @@ from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[repor
 )
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import RunConfig
+from txl.devices import keep_freed_memory
 from txl.interop.import_run import import_run
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step

@@ -27,9 +27,9 @@ from statistics import median
 from typing import Any
 
 import txl
-from txl.allocator import keep_freed_memory
 from txl.config import RunConfig, with_options
 from txl.data.corpora import open_corpus
+from txl.devices import keep_freed_memory
 from txl.errors import TrainingDiverged
 from txl.minutes.measured import measured_speed
 from txl.native.build import compiled_code

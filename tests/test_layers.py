@@ -21,7 +21,7 @@ SOURCE = Path(txl.__file__).parent
 LABORATORY = SOURCE.with_name("txl_lab")
 
 ORDER = (
-    ("errors", "units", "allocator", "processor"),
+    ("errors", "units"),
     ("devices", "files"),
     ("native",),
     ("config", "processes"),

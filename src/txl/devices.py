@@ -1,4 +1,4 @@
-"""Asynchronous devices such as GPUs: copies to a device, numbers read from a device, and recorded functions.
+"""The devices that compute: choice of one, copies to GPUs and recorded functions on them, the CPU and its memory.
 
 A program launches kernels on a GPU and continues at once. Reading a number from the GPU waits for all kernels launched
 before.
@@ -6,8 +6,11 @@ before.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -60,7 +63,7 @@ class Captured:
     must not wait for the device.
 
     Args:
-        function: function of tensors that returns a tuple of tensors.
+        function: what is recorded.
         warm_up: calls of the function before it is recorded, in which libraries initialise themselves. 0 if the caller
             has made such calls and the function must not be called again.
         beside: another graph that is never replayed at the same time; both graphs share memory for intermediate
@@ -92,7 +95,7 @@ class Captured:
         self._replay = self._record()
 
     def _record(self) -> Callable[[], None]:
-        """Record the function of `inputs`, set `outputs`, and return the function that computes the outputs again."""
+        """Set `outputs`, and return the function that computes them again from `inputs`."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -120,3 +123,47 @@ def float32_products(tf32: bool) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep the buffers that a step frees, instead of returning them to the system.
+
+    By default glibc maps each large buffer again at every step; the page faults take up to a third of a training step
+    on a CPU. The setting affects the whole process, so programs call this function and importing `txl` does not.
+
+    Returns:
+        True if glibc accepted the setting; False if it did not, or if the C library is not glibc.
+    """
+    library, largest = _glibc(), 2**31 - 1
+    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
+    return library is not None and all([library.mallopt(-3, largest), library.mallopt(-1, largest)])
+
+
+def return_freed_memory() -> None:
+    """Return the memory that is free now to the system, also after `keep_freed_memory`; without glibc, do nothing."""
+    if (library := _glibc()) is not None:
+        library.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    return library if hasattr(library, "gnu_get_libc_version") else None
+
+
+def cpu_lines() -> list[str]:
+    """Return the lines of /proc/cpuinfo, of all cores; empty on other systems, or if the file is hidden."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+def cpu_fields() -> dict[str, str]:
+    """Return the fields of the last core."""
+    fields = (line.split(":", 1) for line in cpu_lines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in fields}
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return the names of the processor's instruction sets and other features, such as avx2."""
+    return frozenset(cpu_fields().get("flags", "").split())

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from txl.allocator import keep_freed_memory
+from txl.devices import keep_freed_memory
 from txl.files import JsonObject
 from txl.runs.environment import describe_hardware, describe_software
 

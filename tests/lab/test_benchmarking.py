@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from txl.allocator import keep_freed_memory, return_freed_memory
 from txl.cli import main
 from txl.config import TransformerXLConfig
+from txl.devices import keep_freed_memory, return_freed_memory
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.loss import Objective
@@ -97,7 +97,7 @@ def test_a_bench_tells_speed_fraction_and_circumstances(workload, capsys):
 def test_with_freed_memory_kept_training_steps_cause_no_page_faults():
     code = """
 import resource, sys, torch
-from txl.allocator import keep_freed_memory
+from txl.devices import keep_freed_memory
 from txl.config import TrainConfig, TransformerXLConfig
 from txl.models import build_model
 from txl.training.optimisers import build_optimizer
@@ -126,7 +126,7 @@ print(int(kept), sum(faults[6:]))
 def test_freed_memory_that_was_kept_can_be_returned():
     code = """
 import re
-from txl.allocator import keep_freed_memory, return_freed_memory
+from txl.devices import keep_freed_memory, return_freed_memory
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
 kept, before = keep_freed_memory(), resident()

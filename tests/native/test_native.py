@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from tests.models.test_contract import VARIANTS, B, lively, stream
 
+from txl.devices import cpu_flags
 from txl.models.compiled_step import LayerWeights
 from txl.models.transformer_xl import TransformerXL
 from txl.native import build, compiling
 from txl.native.build import compiled_code, why_not
 from txl.native.operations import _product_by, linear
-from txl.processor import cpu_flags
 
 needs_compiler = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 import txl
+from txl.devices import cpu_flags
 from txl.native.prebuilt import PROCESSORS, library_name
 from txl.native.sources import cpp_sources
-from txl.processor import cpu_flags
 
 ROOT = Path(__file__).parent.parent.parent
 DIST = ROOT / "dist"

@@ -87,9 +87,9 @@ def _heads(text: str) -> list[tuple[int, int]]:
 def run(arguments: argparse.Namespace) -> None:
     """Average the attention, write figures, page and record, and print the heads that look farthest."""
     run_directory, config, checkpoint = run_to_read(arguments)
-    from txl.allocator import keep_freed_memory
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.average_attention import AttentionPlan
+    from txl.devices import keep_freed_memory
     from txl.evaluation.stream import Settings
     from txl.reporting.attention_page import write_attention
 

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Tune the cache, measure with and without it, print the results, and add them to the run's log."""
     refuse_tuned_split(arguments)
     directory, config, checkpoint = run_to_read(arguments)
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.evaluation.cache_tuning import LAMBDAS, tune_cache_with
     from txl.evaluation.perplexity import evaluate_with
 

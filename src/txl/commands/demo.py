@@ -60,8 +60,8 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
-    from txl.allocator import keep_freed_memory
     from txl.data.corpora import open_corpus, refuse_unused, with_absolute_paths
+    from txl.devices import keep_freed_memory
     from txl.runs.directory import RunDirectory
 
     began, limit, options = time.monotonic(), arguments.test_tokens, config_options(arguments)

@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.tune_tokens is not None and arguments.tune_tokens < 2:
         raise UserError(field="tune_tokens", value=arguments.tune_tokens, expected="2 or more")
     directory, config, checkpoint = run_to_read(arguments)
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.evaluation.dynamic import Adaptation, adapt_with
     from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic_with
     from txl.evaluation.perplexity import evaluate_with

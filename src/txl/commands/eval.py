@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
     directory, config, checkpoint = run_to_read(arguments)
     arguments = with_preset(arguments)
     dynamic = dynamic_request(arguments)
-    from txl.allocator import keep_freed_memory
     from txl.data.pieces import WHOLE
+    from txl.devices import keep_freed_memory
 
     keep_freed_memory()
     # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.

@@ -103,8 +103,8 @@ def run(arguments: argparse.Namespace) -> None:
     lengths = tested_lengths(arguments, config).options()
     import torch
 
-    from txl.allocator import keep_freed_memory
     from txl.data.detokenise import detokenise
+    from txl.devices import keep_freed_memory
     from txl.generation.text import generate_samples_with, generate_with
     from txl.native.build import compiled_code
 

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     corpus = run_corpus(directories[0], vocabulary, arguments)
     tokens = corpus.tokens(arguments.split)
     targets = _targets(len(tokens), lengths[-1], arguments)
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.evaluation.effective_context import group_record
     from txl.evaluation.sliding import losses_at_contexts
 

@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
     sampling = Sampling(arguments.top_k, arguments.top_p, arguments.temperature)
     directory, config, checkpoint = run_to_read(arguments)
     lengths = tested_lengths(arguments, config)
-    from txl.allocator import keep_freed_memory
     from txl.analysis.samples import Plan, make_samples
+    from txl.devices import keep_freed_memory
     from txl.native.build import compiled_code
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
     from txl.runs.corpus import training_tokens

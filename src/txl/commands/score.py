@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> None:
     elif path is not None:
         refuse_formats([path])  # before the model is loaded
     check_output_file(arguments.out, path)
-    from txl.allocator import keep_freed_memory
     from txl.data.lacking import Lacking, unknown_note
+    from txl.devices import keep_freed_memory
     from txl.evaluation.surprisal import line_end_note, surprisals
     from txl.runs.corpus import trained_unknown
 

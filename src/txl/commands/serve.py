@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"txl serve needs {', '.join(missing)}", remedy="pip install 'transformer-xl[serve]'")
     import torch
 
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.serving.app import address_of, bound_socket, build_app, serve
     from txl.serving.guard import Access
     from txl.serving.service import Served, Service, served_name

@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         from txl.training.starting import check_out
 
         check_out(out, config, arguments.extend)
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.training.trainer import Trainer, fork_of
 
     keep_freed_memory()
@@ -225,7 +225,7 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
 
         check_directory(Path(arguments.out))
     quiet = arguments.quiet or arguments.json
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.minutes.measured import run_in_minutes
 
     keep_freed_memory()

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
+from txl.devices import cpu_flags, cpu_lines
 from txl.files import cache_folder
 from txl.native.compiling import compile_library, compiler_flags, find_compiler
 from txl.native.prebuilt import find_prebuilt
 from txl.native.sources import cpp_sources
-from txl.processor import cpu_flags, cpu_lines
 
 _FLAGS = compiler_flags("-march=native")
 

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Float32, Int64
 from torch import Tensor
 
+from txl.devices import cpu_fields, cpu_flags
 from txl.native.build import is_wanted, library
 from txl.native.tensors import Count, Pointer, call, computes, readable
-from txl.processor import cpu_fields, cpu_flags
 
 # Largest number of rows for the library's products; for more rows PyTorch's matrix products are faster.
 MOST_ROWS = 8

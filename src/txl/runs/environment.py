@@ -9,8 +9,8 @@ import platform
 import torch
 
 import txl
+from txl.devices import cpu_fields, cpu_flags
 from txl.files import JsonObject
-from txl.processor import cpu_fields, cpu_flags
 
 
 def describe_hardware(device: str) -> JsonObject:

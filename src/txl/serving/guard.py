@@ -21,7 +21,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
-from txl.allocator import return_freed_memory
+from txl.devices import return_freed_memory
 from txl.serving.metrics import Metrics
 from txl.serving.requests import ApiError, Limits
 

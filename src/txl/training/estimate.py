@@ -83,7 +83,7 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     that the attentions `auto` and `fastest` select depends on the device.
 
     The tests compare the estimate with measurements. Not counted are the interpreter and its libraries (0.3 GB), and
-    memory lost to fragmentation in the allocator (on a CPU, where `txl.allocator` lets glibc keep freed memory, 0.1 to
+    memory lost to fragmentation in the allocator (on a CPU, where `txl.devices` lets glibc keep freed memory, 0.1 to
     0.8 of the total was observed).
     """
     train = run.train

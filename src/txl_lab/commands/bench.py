@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> None:
     config = with_options(config, config_options(arguments))
     transformer_xl_of(config)
     validate(config)
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl_lab.speed.workloads import bench_evaluation, bench_training
 
     device = pick_device(arguments.device)
@@ -186,7 +186,7 @@ def run_table9(arguments: argparse.Namespace) -> None:
     config = with_options(preset(arguments.preset), config_options(arguments))
     shape = transformer_xl_of(config)
     shape.validate()
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl_lab.speed.table9 import slowdown
 
     device = pick_device(arguments.device)

@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
                 "\n".join([f"{definition.title}, scale {scale.name}: {scale.about}", "", *plan_lines(planned, seeds)])
             )
         return
-    from txl.allocator import keep_freed_memory
+    from txl.devices import keep_freed_memory
     from txl.processes import process_count
     from txl_lab.paper.experiment import Experiment, circumstances, default_folder
     from txl_lab.paper.outcome import gather, markdown
