@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from txl.cli import main
+from txl.compression.compressor import VerifiedSink
 from txl.compression.container import MAGIC
-from txl.compression.verification import VerifiedSink
 from txl.errors import STOP_SIGNALS, CommandFailed
 
 TEXT = b"All happy families are alike; every unhappy family is unhappy in its own way.\n" * 4

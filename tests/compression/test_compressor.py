@@ -18,13 +18,11 @@ import pytest
 import torch
 
 import txl.compression.compressor as compressor
-from txl.compression.arithmetic import threads
-from txl.compression.codec import BlockCodec
+from txl.compression.codec import BlockCodec, Symbols, threads
 from txl.compression.compressor import CodingModel, DynamicRecipe, Sizes, compress, decompress
 from txl.compression.container import MAGIC, ContainerReader, ContainerWriter
 from txl.compression.learning import OnlineRecipe
 from txl.compression.predictors import Predictor
-from txl.compression.symbols import Symbols
 from txl.config import Lengths, RecurrentConfig, TransformerXLConfig, VanillaConfig
 from txl.data.bpe import BpeVocabulary
 from txl.data.characters import ByteVocabulary, CharVocabulary
@@ -260,7 +258,7 @@ def test_pytorch_s_and_the_compiled_step_s_files_are_not_taken_for_each_other():
     with compiled_code(False):
         file, _ = packed(TEXT, model=model)
         assert unpacked(file, model) == TEXT
-    with pytest.raises(UserError, match="compiled library"):
+    with pytest.raises(UserError, match="library"):
         unpacked(file, model)
 
 
@@ -275,18 +273,18 @@ def changed(file: bytes, **values: Any) -> bytes:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"arithmetic": {"torch": "1.0"}}, r"only where it was made.*version of PyTorch \(1.0 there"),
+        ({"arithmetic": {"torch": "1.0"}}, "only where it was made.*torch 1.0, not"),
         ({"arithmetic": 3}, "only where it was made"),
         ({"probe": "0"}, "gives other numbers on this machine"),
         ({"model": "0"}, "another model"),
         ({"lanes": 0}, "header"),
         ({"block": 1 << 40}, "header"),
         ({"lengths": {"other": 1}}, "header"),
-        ({"lengths": {"mem_len": "x"}}, "mem_len x"),
-        ({"lengths": {"mem_len": 10**30, "window": "none"}}, "damaged: its header"),
+        ({"lengths": {"mem_len": "x"}}, "mem_len is x"),
+        ({"lengths": {"mem_len": 10**30, "window": "none"}}, "damaged"),
         ({"lengths": {"mem_len": 2**60, "window": "none"}}, "mem_len is 1152921504606846976; expected"),
         ({"lengths": {"mem_len": 20, "clamp_len": 2**60}}, "clamp_len is 1152921504606846976; expected"),
-        ({"lengths": {"window": json.loads("[" * 80 + "]" * 80)}}, "damaged: its header"),
+        ({"lengths": {"window": json.loads("[" * 80 + "]" * 80)}}, "damaged"),
         ({"dynamic": {}}, "dynamic.adaptation: missing"),
     ],
 )
@@ -306,7 +304,7 @@ def test_other_weights_settings_and_modes_are_refused():
         unpacked(file)
     with pytest.raises(UserError, match="was made without a model"):
         unpacked(packed(TEXT, online=ONLINE)[0], model)
-    with pytest.raises(UserError, match="and not both"):
+    with pytest.raises(UserError, match="or an online recipe"):
         compress(io.BytesIO(), io.BytesIO())
     with pytest.raises(UserError, match="lanes is 0"):
         compress(io.BytesIO(), io.BytesIO(), online=ONLINE, lanes=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import normalizers
 
-from txl.compression.symbols import Symbols
+from txl.compression.codec import Symbols
 from txl.data.bpe import BpeVocabulary
 from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.word_vocabulary import WordVocabulary

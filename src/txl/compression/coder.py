@@ -8,6 +8,7 @@ Shapes: B lanes, V symbols.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ TOTAL = 1 << 30  # sum of a lane's frequencies, up to the rounding of the probab
 _WIDTH = 64
 _TOP = 1 << _WIDTH
 _BOTTOM = 1 << (_WIDTH - 8)  # of the range: dividing it by `TOTAL` then costs less than 2^-26 of a symbol's share
+_FORGET = 1 << 16  # counted symbols, or counts of literals, at which counts are halved
 
 
 class RangeEncoder:
@@ -95,11 +97,8 @@ class Frequencies:
         escape: number of the escape symbol, at most the number of tokens; None: no escape is needed.
     """
 
-    _FORGET = 1 << 16
-
     def __init__(self, escape: int | None):
-        self._escape = escape
-        self._escaped, self._coded = 0, 0
+        self._escape, self._escaped, self._coded = escape, 0, 0
 
     def cumulative(self, log_probs: Tensor) -> np.ndarray:
         """Return cumulative frequencies of log-probabilities [B,V]: int64 [B,V+1]; [B,V+2] if the escape is no token.
@@ -109,39 +108,32 @@ class Frequencies:
         """
         probabilities = log_probs.double().exp()
         if not bool(torch.isfinite(probabilities).all()):
-            raise CommandFailed(
-                "the model's probabilities are not finite numbers; its weights are damaged, or have diverged while "
-                "adapting",
-                remedy=("use a smaller ", Field("dynamic_learning_rate")),
-            )
+            remedy = ("use a smaller ", Field("dynamic_learning_rate"), " if it adapts")
+            raise CommandFailed("the model's probabilities are not finite numbers", remedy=remedy)
         n_lane, n_token = probabilities.shape
         reserved = 0
         if self._escape is not None:
             reserved = max(1, TOTAL * (2 * self._escaped + 1) // (2 * (self._coded + 1)))
         room = max(TOTAL - n_token - reserved, 0)
-        counts = (probabilities * room).floor_().long().add_(1).numpy()
-        own = int(self._escape == n_token)
-        result = np.zeros((n_lane, n_token + own + 1), dtype=np.int64)
-        result[:, 1 : n_token + 1] = counts
+        result = np.zeros((n_lane, n_token + 1 + (self._escape == n_token)), dtype=np.int64)
+        result[:, 1 : n_token + 1] = (probabilities * room).floor_().long().add_(1).numpy()
         if self._escape is not None:
             result[:, self._escape + 1] += reserved
         return np.cumsum(result, axis=1, out=result)
 
     def count(self, symbols: Sequence[int]) -> None:
         """Count coded symbols, to update the frequency of the escape."""
-        if self._escape is None:
-            return
-        self._coded += len(symbols)
-        self._escaped += sum(symbol == self._escape for symbol in symbols)
-        if self._coded >= self._FORGET:
-            self._coded //= 2
-            self._escaped //= 2
+        if self._escape is not None:
+            self._coded += len(symbols)
+            self._escaped += symbols.count(self._escape)
+            if self._coded >= _FORGET:
+                self._coded, self._escaped = self._coded // 2, self._escaped // 2
 
 
 class Literals:
     """Adaptive frequencies of the literal bytes that follow escapes."""
 
-    _STEP, _FORGET = 32, 1 << 16
+    _STEP = 32
 
     def __init__(self) -> None:
         self._counts, self._total = [1] * 256, 256
@@ -153,17 +145,15 @@ class Literals:
 
     def decode(self, decoder: RangeDecoder) -> int:
         """Return the next byte."""
-        at, start, value = decoder.find(self._total), 0, 0
-        while start + self._counts[value] <= at:
-            start += self._counts[value]
-            value += 1
-        decoder.take(start, self._counts[value])
+        at = decoder.find(self._total)
+        value, end = next((value, end) for value, end in enumerate(accumulate(self._counts)) if end > at)
+        decoder.take(end - self._counts[value], self._counts[value])
         self._count(value)
         return value
 
     def _count(self, value: int) -> None:
         self._counts[value] += self._STEP
         self._total += self._STEP
-        if self._total > self._FORGET:
+        if self._total > _FORGET:
             self._counts = [(count + 1) // 2 for count in self._counts]
             self._total = sum(self._counts)

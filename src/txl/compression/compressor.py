@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
-from contextlib import closing
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import IO, TypeGuard
+from typing import IO
 
 import torch
 
-from txl.compression.arithmetic import arithmetic, difference, threads
-from txl.compression.codec import BlockCodec
+import txl
+from txl.compression.codec import BlockCodec, Symbols, threads
 from txl.compression.coder import Frequencies
 from txl.compression.container import MOST_BLOCK, ContainerReader, ContainerWriter
 from txl.compression.learning import OnlinePredictor, OnlineRecipe
-from txl.compression.predictors import ModelPredictor, Predictor, fixed_predictor
-from txl.compression.symbols import Symbols
-from txl.compression.verification import VerifiedSink
+from txl.compression.predictors import EnginePredictor, ModelPredictor, Predictor
 from txl.config import Lengths
-from txl.config.values import from_plain
+from txl.config.values import checked, from_plain, require
 from txl.data.characters import ByteVocabulary
 from txl.data.prepared import Tokens
 from txl.data.vocabulary import Vocabulary
-from txl.errors import Field, UserError
+from txl.errors import CommandFailed, Field, UserError
 from txl.evaluation.dynamic import Adaptation, AdaptingModel, GradientStatistics, gradient_statistics
 from txl.files import JsonObject
+from txl.generation.engine import decodes
 from txl.models.language_model import LanguageModel
+from txl.native.build import identity
 from txl.runs.digests import model_digest, tensors_digest
 
 BytesDone = Callable[[int, int], None]  # receives the number of bytes done, of the text and of the compressed file
@@ -49,10 +53,6 @@ class CodingModel:
     lengths: Lengths | None = None  # None: the model's own; a decoder uses those of the file's header
     training_tokens: Callable[[], Tokens | torch.Tensor] | None = None  # tokens of the training split, for rms
 
-    def identity(self) -> str:
-        """Return a digest of weights, configuration and vocabulary."""
-        return model_digest(self.model, self.vocabulary)
-
 
 @dataclass(frozen=True)
 class DynamicRecipe:
@@ -63,26 +63,8 @@ class DynamicRecipe:
     statistics_segments: int | None = 500  # training segments read for the statistics of rms; None: all
     statistics_batch_size: int = 1
 
-    def segment_of(self, model: LanguageModel) -> int:
-        """Return the segment length for a model, at most the number of tokens that the model reads at once."""
-        return self.segment if model.context is None else min(self.segment, model.context)
-
-    def statistics(self, model: CodingModel, lengths: Lengths) -> GradientStatistics | None:
-        """Return the gradient statistics that rms needs, computed with one thread; None for sgd."""
-        if self.adaptation.rule == "sgd":
-            return None
-        if model.training_tokens is None:
-            raise UserError("adaptation by rms needs the training split, on both sides; use sgd")
-        with threads(1):
-            return gradient_statistics(
-                model.model,
-                model.training_tokens(),
-                weights=self.adaptation.weights,
-                segments=self.statistics_segments,
-                segment=self.segment_of(model.model),
-                batch_size=self.statistics_batch_size,
-                **lengths.options(),
-            )
+    def __post_init__(self) -> None:
+        require(self.segment >= 1, "segment", self.segment, "1 token or more")
 
 
 @dataclass(frozen=True)
@@ -105,11 +87,11 @@ def compress(
     verify: list[str] | None = None,
     progress: BytesDone | None = None,
 ) -> Sizes:
-    """Compress a stream of bytes by means of a model's probabilities.
+    """Compress a stream of bytes, which need not be seekable, by means of a model's probabilities.
 
     Args:
-        source: stream opened for reading bytes; it need not be seekable.
-        sink: stream opened for writing bytes.
+        source: stream of the text.
+        sink: stream for the compressed file.
         model: trained model to code by; None: `online` is used instead.
         dynamic: settings of the model's adaptation to the text coded so far; None: fixed weights.
         online: recipe of a model that learns the text during coding, in place of a trained model.
@@ -123,25 +105,27 @@ def compress(
         UserError: for contradictory settings, or a vocabulary of words.
         CommandFailed: if verification fails.
     """
-    if (model is None) == (online is None):
-        raise UserError("expected a model to code by, or an online recipe, and not both")
-    if dynamic is not None and model is None:
-        raise UserError("dynamic evaluation needs a trained model; an online model always learns")
-    if dynamic is not None and dynamic.segment < 1:
-        raise UserError(field="segment", value=dynamic.segment, expected="1 token or more")
-    if lanes is not None and not 1 <= lanes <= _MOST_LANES:
-        raise UserError(field="lanes", value=lanes, expected=f"1 to {_MOST_LANES}")
+    if (model is None) == (online is None) or (dynamic is not None and model is None):
+        raise UserError("expected a model to code by, with or without dynamic evaluation, or an online recipe")
+    require(lanes is None or 1 <= lanes <= _MOST_LANES, "lanes", lanes, f"1 to {_MOST_LANES}")
     block = _ONLINE_BLOCK if online else max(_LEAST_BLOCK, (lanes or _USUAL_LANES) * _LANE_OF_BLOCK)
     text = source.read(block)
     if lanes is None:
         lanes = 1 if dynamic else min(_USUAL_LANES, max(1, len(text) // (_SHORTEST_LANE >> (online is not None))))
-    header = _described(model, dynamic, online) | {"lanes": lanes, "block": block}
+    header: JsonObject = {"arithmetic": _arithmetic(), "lanes": lanes, "block": block}
+    if online is not None:
+        header["online"] = online.to_plain()
+    if model is not None:
+        header["model"] = model_digest(model.model, model.vocabulary)
+        header["lengths"] = {} if model.lengths is None else model.lengths.options()
+    if dynamic is not None:
+        header["dynamic"] = dataclasses.asdict(dynamic)
     setup = _Setup(header, model)
     if setup.statistics is not None:
-        header["statistics"] = setup.statistics
+        header["statistics"] = tensors_digest(setup.statistics.squares)
     header["probe"] = setup.probe()
     n_threads = torch.get_num_threads() if verify is None else max(1, torch.get_num_threads() // 2)
-    codec, writer = setup.codec(n_threads), ContainerWriter()
+    codec, writer = BlockCodec(setup.predictor(), setup.symbols, lanes, n_threads), ContainerWriter()
     n_text = n_payload = 0
     with closing(VerifiedSink(sink, verify, n_threads)) as file:
         file.write(writer.header(header))
@@ -156,19 +140,6 @@ def compress(
     return Sizes(n_text, file.n_written, n_payload)
 
 
-def _described(model: CodingModel | None, dynamic: DynamicRecipe | None, online: OnlineRecipe | None) -> JsonObject:
-    """Return the part of a header that describes the arithmetic, the model and its adaptation."""
-    header: JsonObject = {"arithmetic": arithmetic()}
-    if online is not None:
-        header["online"] = online.to_plain()
-    if model is not None:
-        header["model"] = model.identity()
-        header["lengths"] = {} if model.lengths is None else model.lengths.options()
-        if dynamic is not None:
-            header["dynamic"] = dataclasses.asdict(dynamic)
-    return header
-
-
 def decompress(
     source: IO[bytes],
     sink: IO[bytes],
@@ -180,37 +151,34 @@ def decompress(
     """Write the text of a file that `compress` made, each block only after checking it.
 
     Args:
-        source: stream opened for reading bytes.
-        sink: stream opened for writing bytes.
+        source: stream of the compressed file.
+        sink: stream for the text.
         name: name of the file in messages.
         load: function that returns the model, for a file that needs a model.
         progress: called after every block with the number of bytes done.
     """
     reader = ContainerReader(source, name)
     header = reader.header()
-    written = header.get("arithmetic")
-    apart = difference(written if isinstance(written, dict) else {}, arithmetic())
-    if apart is not None:
-        raise UserError(f"{name} can be decoded only where it was made; the differences here: {apart}")
+    there, here = header.get("arithmetic"), _arithmetic()
+    if there != here:
+        known = there if isinstance(there, dict) else {}
+        apart = ", ".join(f"{key} {known.get(key)}, not {here[key]}" for key in here if known.get(key) != here[key])
+        raise UserError(f"{name} can be decoded only where it was made: with {apart}")
     if ("online" in header) != (load is None):
-        if load is None:
-            raise UserError(f"{name} was made with a model", remedy=("name its run directory with ", Field("model")))
-        raise UserError(f"{name} was made without a model", remedy=("leave ", Field("model"), " out"))
+        made, remedy = ("with", "give ") if load is None else ("without", "leave out ")
+        raise UserError(f"{name} was made {made} a model", remedy=(remedy, Field("model")))
     model = None if load is None else load()
-    if model is not None and model.identity() != header.get("model"):
-        raise UserError(
-            f"{name} was made with another model (weights, configuration or vocabulary differ)",
-            remedy=("if the run has been trained on since, name the checkpoint of then with ", Field("checkpoint")),
-        )
+    if model is not None and model_digest(model.model, model.vocabulary) != header.get("model"):
+        remedy = ("if the run has been trained on since, name the checkpoint of then with ", Field("checkpoint"))
+        raise UserError(f"{name} was made with another model (weights, configuration or vocabulary)", remedy=remedy)
     setup = _Setup(header, model)
-    if "statistics" in header and setup.statistics != header["statistics"]:
-        raise UserError(
-            f"{name} cannot be decoded here: the training split gives other gradient statistics",
-            remedy=("give the text that the model was trained on (", Field("data_dir"), ")"),
-        )
+    given = None if setup.statistics is None else tensors_digest(setup.statistics.squares)
+    if "statistics" in header and given != header["statistics"]:
+        remedy = ("give the text that the model was trained on (", Field("data_dir"), ")")
+        raise UserError(f"{name} was made with other gradient statistics of the training split", remedy=remedy)
     if setup.probe() != header.get("probe"):
         raise UserError(f"{name} cannot be decoded here: the same model gives other numbers on this machine")
-    codec = setup.codec(torch.get_num_threads())
+    codec = BlockCodec(setup.predictor(), setup.symbols, setup.lanes, torch.get_num_threads())
     n_text = n_payload = 0
     for block in reader.blocks(setup.block):
         text = codec.decode(block, name)
@@ -224,46 +192,74 @@ def decompress(
     return Sizes(n_text, reader.n_read, n_payload)
 
 
-def _is_whole(value: object, most: int) -> TypeGuard[int]:
-    return type(value) is int and 1 <= value <= most
+def _arithmetic() -> dict[str, str]:
+    """Return the versions and the hardware on which the last bit of a probability depends."""
+
+    def short(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    compiled = identity()
+    if compiled["library"] != "none":
+        compiled["library"] = short(compiled["library"])
+    return {"txl": txl.__version__, "torch": torch.__version__, "build": short(torch.__config__.show()), **compiled}
 
 
 class _Setup:
     """Model and settings that a header describes, built identically by encoder and decoder."""
 
     def __init__(self, header: JsonObject, model: CodingModel | None):
-        lanes, block, lengths = header.get("lanes"), header.get("block"), header.get("lengths", {})
+        lengths, limits = header.get("lengths", {}), {"lanes": _MOST_LANES, "block": MOST_BLOCK}
         is_known = isinstance(lengths, dict) and lengths.keys() <= {"mem_len", "window", "clamp_len"}
-        if not (is_known and _is_whole(lanes, _MOST_LANES) and _is_whole(block, MOST_BLOCK)):
+        sizes = {name: checked(int, header.get(name), f"header.{name}") for name in limits}
+        if not is_known or not all(1 <= size <= limits[name] for name, size in sizes.items()):
             raise UserError("this version of txl cannot read the file's header")
-        for name, value in lengths.items():
-            if type(value) is not int and (name == "mem_len" or value not in (None, "none")):
-                raise UserError("wrong in the file's header", field=name, value=value, expected="a whole number")
-        self._lanes, self.block, self._model = lanes, block, model
-        self._online = None if model is not None else OnlineRecipe.from_plain(header.get("online"))
-        self._lengths = Lengths() if model is None else model.model.config.lengths(**lengths)
+        self.lanes, self.block = sizes["lanes"], sizes["block"]
+        self._model, self._lengths = model, Lengths() if model is None else model.model.config.lengths(**lengths)
+        self._online = OnlineRecipe.from_plain(header.get("online")) if model is None else None
+        self.symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
         self._dynamic: DynamicRecipe | None = None
-        self._statistics: GradientStatistics | None = None
-        if model is not None and "dynamic" in header:
-            recipe = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
-            self._dynamic, self._statistics = recipe, recipe.statistics(model, self._lengths)
-        self._symbols = Symbols(ByteVocabulary() if model is None else model.vocabulary)
+        self.statistics: GradientStatistics | None = None  # used by rms
+        if model is None or "dynamic" not in header:
+            return
+        recipe = self._dynamic = from_plain(DynamicRecipe, header["dynamic"], "dynamic.")
+        context = model.model.context
+        self._segment = recipe.segment if context is None else min(recipe.segment, context)
+        if recipe.adaptation.rule != "sgd":
+            if model.training_tokens is None:
+                raise UserError("adaptation by rms needs the training split, on both sides; use sgd")
+            with threads(1):
+                self.statistics = gradient_statistics(
+                    model.model,
+                    model.training_tokens(),
+                    weights=recipe.adaptation.weights,
+                    segments=recipe.statistics_segments,
+                    segment=self._segment,
+                    batch_size=recipe.statistics_batch_size,
+                    **self._lengths.options(),
+                )
 
-    @property
-    def statistics(self) -> str | None:
-        """Digest of the gradient statistics used by rms; None without statistics."""
-        return None if self._statistics is None else tensors_digest(self._statistics.squares)
-
-    def codec(self, n_threads: int) -> BlockCodec:
-        """Return a new encoder or decoder."""
-        return BlockCodec(self._predictor(), self._symbols, self._lanes, n_threads)
+    def predictor(self) -> Predictor:
+        """Return a new predictor."""
+        common = self.lanes, self.symbols.start
+        with threads(1):  # values computed only once, such as W_kR R, must be equal on both sides
+            if self._online is not None:
+                return OnlinePredictor(self._online, *common)
+            assert self._model is not None
+            model = self._model.model
+            if self._dynamic is not None:
+                adapting = AdaptingModel(model, self._dynamic.adaptation, self.statistics)
+                learn = adapting.score_then_adapt
+                return ModelPredictor(adapting.model, *common, self._lengths, self._segment, learn)
+            if decodes(model):
+                return EnginePredictor(model, *common, self._lengths)
+            return ModelPredictor(model, *common, self._lengths)
 
     def probe(self) -> str:
         """Return a digest of the frequencies of a few columns of made-up tokens, learning included.
 
         A different digest shows, before anything is decoded, that the probabilities are different.
         """
-        predictor, frequencies = self._predictor(), Frequencies(self._symbols.escape)
+        predictor, frequencies = self.predictor(), Frequencies(self.symbols.escape)
         total = hashlib.blake2b(digest_size=8)
         with threads(1):
             for column in range(_PROBE):
@@ -271,23 +267,89 @@ class _Setup:
                     predictor.end_block()
                 log_probs = predictor.predict()
                 total.update(frequencies.cumulative(log_probs).tobytes())
-                lanes = torch.arange(self._lanes)
-                predictor.read((7 * column + 13 * lanes) % log_probs.shape[1], True)
+                predictor.read((7 * column + 13 * torch.arange(self.lanes)) % log_probs.shape[1], True)
         return total.hexdigest()
 
-    def _predictor(self) -> Predictor:
-        with threads(1):  # values computed only once, such as W_kR R, must be equal on both sides
-            if self._online is not None:
-                return OnlinePredictor(self._online, self._lanes, self._symbols.start)
-            assert self._model is not None
-            if self._dynamic is None:
-                return fixed_predictor(self._model.model, self._lanes, self._symbols.start, self._lengths)
-            adapting = AdaptingModel(self._model.model, self._dynamic.adaptation, self._statistics)
-            return ModelPredictor(
-                adapting.model,
-                self._lanes,
-                self._symbols.start,
-                self._lengths,
-                self._dynamic.segment_of(adapting.model),
-                adapting.score_then_adapt,
+
+class VerifiedSink:
+    """Stream for a file's records that writes a block only after a process of `txl decompress` has decoded it.
+
+    The process decodes a block while the encoder works at the next one. It is never sent a record before its text of
+    the one before has been read, so neither waits for the other with a full pipe.
+
+    Args:
+        sink: stream opened for writing bytes.
+        arguments: arguments of the command, in addition to source and destination (``--model DIR``); None: every record
+            is written at once.
+        n_threads: number of threads of the process.
+    """
+
+    def __init__(self, sink: IO[bytes], arguments: Sequence[str] | None, n_threads: int):
+        self._sink, self._process = sink, None
+        self._record, self._text = b"", b""  # sent to the process, and not confirmed yet
+        self.n_written = 0  # bytes written to `sink`
+        if arguments is not None:
+            self._messages = tempfile.TemporaryFile()  # noqa: SIM115 (until `close`)
+            self._process = subprocess.Popen(
+                # -P: do not import files of the working folder, which may have the name of a module.
+                [sys.executable, "-P", "-m", "txl", "decompress", "-", "-o", "-", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._messages,
+                env=os.environ | {"OMP_NUM_THREADS": str(n_threads)},
             )
+
+    def write(self, record: bytes, text: bytes = b"") -> None:
+        """Write a record, with its text if the record is a block; with a process, when the next record is written.
+
+        Raises:
+            CommandFailed: if the process returned another text for the record before, or has ended.
+        """
+        self._confirm()
+        self._record, self._text = record, text
+        if self._process is None:
+            self._confirm()
+            return
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(record)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failure() from None
+
+    def finish(self, end: bytes) -> None:
+        """Write the file's end, once the process has returned all texts and no more, and no error (CommandFailed)."""
+        self.write(end)
+        if self._process is not None:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            with suppress(BrokenPipeError):  # the process's own message is reported below
+                self._process.stdin.close()
+            if self._process.stdout.read(1) or self._process.wait():
+                raise self._failure()
+        self._confirm()
+        self._sink.flush()
+
+    def close(self) -> None:
+        """End the process, if it still runs."""
+        if self._process is not None:
+            self._process.kill()
+            with suppress(OSError), self._process:  # data that could not be flushed is not needed any more
+                self._messages.close()
+
+    def _confirm(self) -> None:
+        if self._process is not None and self._text:
+            assert self._process.stdout is not None
+            if self._process.stdout.read(len(self._text)) != self._text:
+                raise self._failure()
+        self.n_written += self._sink.write(self._record)
+        self._record, self._text = b"", b""
+
+    def _failure(self) -> CommandFailed:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+        self._messages.seek(0)
+        lines = self._messages.read().decode(errors="replace").strip().splitlines()
+        reason = f": {lines[-1].removeprefix('txl: ')}" if lines else ""
+        return CommandFailed(f"verification failed, so nothing more was written: the file cannot be decoded{reason}")

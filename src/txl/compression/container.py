@@ -13,7 +13,6 @@ Digests are BLAKE2b of the text itself and detect that decoding returned a diffe
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import struct
 import zlib
@@ -38,7 +37,8 @@ _USUAL = (
     b'{"arithmetic":{"build":"","library":"","processor":"","torch":"2.13.0+cpu","txl":"0.2.0.dev0"},"block":262144,'
     b'"block":524288,"lanes":1,"lengths":{"clamp_len":null,"mem_len":128,"window":128},"model":"","probe":"'
 )
-_CODED, _STORED = 1, 2
+_END_KIND, _CODED, _STORED = 0, 1, 2
+_HEADER = struct.Struct("<8sHI")
 _BLOCK = struct.Struct("<BIII8s")
 _END = struct.Struct("<BQ16s")
 
@@ -63,14 +63,13 @@ class ContainerWriter:
     """Builder of the records of a file, each returned as bytes."""
 
     def __init__(self) -> None:
-        self._checksum = 0
-        self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
+        self._checksum, self._n_bytes, self._digest = 0, 0, hashlib.blake2b(digest_size=16)
 
     def header(self, values: JsonObject) -> bytes:
         """Return the record of the header."""
         deflate = zlib.compressobj(9, wbits=-zlib.MAX_WBITS, zdict=_USUAL)
         packed = deflate.compress(json.dumps(values, separators=(",", ":"), sort_keys=True).encode()) + deflate.flush()
-        return self._record(MAGIC + struct.pack("<HI", VERSION, len(packed)) + packed)
+        return self._record(_HEADER.pack(MAGIC, VERSION, len(packed)) + packed)
 
     def block(self, text: bytes, n_symbols: int, payload: bytes) -> bytes:
         """Return the record of a block; its payload is the coded text, or the text itself."""
@@ -81,7 +80,7 @@ class ContainerWriter:
 
     def end(self) -> bytes:
         """Return the record of the file's end."""
-        return self._record(_END.pack(0, self._n_bytes, self._digest.digest()))
+        return self._record(_END.pack(_END_KIND, self._n_bytes, self._digest.digest()))
 
     def _record(self, record: bytes) -> bytes:
         self._checksum = zlib.crc32(record, self._checksum)
@@ -98,8 +97,7 @@ class ContainerReader:
 
     def __init__(self, file: IO[bytes], name: str):
         self._file, self._name = file, name
-        self._checksum = 0
-        self._n_bytes, self._digest = 0, hashlib.blake2b(digest_size=16)
+        self._checksum, self._n_bytes, self._digest = 0, 0, hashlib.blake2b(digest_size=16)
         self.n_read = 0  # bytes read from the file
 
     def header(self) -> JsonObject:
@@ -108,21 +106,18 @@ class ContainerReader:
         self.n_read += len(start)
         if start != MAGIC:
             raise UserError(f"{self._name} is not a file of txl compress, or its beginning is damaged")
-        fixed = self._read(6)
-        version, length = struct.unpack("<HI", fixed)
+        start += self._read(_HEADER.size - len(MAGIC))
+        _, version, length = _HEADER.unpack(start)
         if version != VERSION:
             raise UserError(f"{self._name} has format {version}; this version of txl reads format {VERSION}")
-        if length > _LONGEST_HEADER:
-            raise self._damaged("its header")
-        packed = self._read(length)
-        self._check(start + fixed + packed, "its header")
+        packed = self._rest(start, length, length <= _LONGEST_HEADER)
         try:
             text = zlib.decompressobj(-zlib.MAX_WBITS, _USUAL).decompress(packed, _LONGEST_HEADER)
             values = parsed_json(text.decode())
         except (zlib.error, ValueError):
             values = None
         if not isinstance(values, dict):
-            raise self._damaged("its header")
+            raise self._damaged()
         return values
 
     def blocks(self, most: int) -> Iterator[Block]:
@@ -131,24 +126,13 @@ class ContainerReader:
         Args:
             most: greatest number of text bytes in a block.
         """
-        for number in itertools.count(1):
-            kind, place = self._read(1), f"block {number}"
-            if kind == b"\0":
-                break
-            if kind[0] not in (_CODED, _STORED):
-                raise self._damaged(place)
-            fixed = kind + self._read(_BLOCK.size - 1)
-            _, n_bytes, n_symbols, length, digest = _BLOCK.unpack(fixed)
-            if n_bytes > most or n_symbols > n_bytes or length > 16 * n_bytes + 64:
-                raise self._damaged(place)
-            payload = self._read(length)
-            self._check(fixed + payload, place)
-            yield Block(n_bytes, n_symbols, digest, payload, kind[0] == _STORED)
-        record = b"\0" + self._read(_END.size - 1)
-        self._check(record, "its end")
-        _, n_bytes, digest = _END.unpack(record)
-        if n_bytes != self._n_bytes or digest != self._digest.digest():
-            raise self._damaged("its end")
+        while (kind := self._read(1)[0]) != _END_KIND:
+            start = bytes([kind]) + self._read(_BLOCK.size - 1)
+            _, n_bytes, n_symbols, length, digest = _BLOCK.unpack(start)
+            is_possible = kind in (_CODED, _STORED) and n_symbols <= n_bytes <= most and length <= 16 * n_bytes + 64
+            yield Block(n_bytes, n_symbols, digest, self._rest(start, length, is_possible), kind == _STORED)
+        end = bytes([kind]) + self._read(_END.size - 1)
+        self._rest(end, 0, end == _END.pack(_END_KIND, self._n_bytes, self._digest.digest()))
         if self._file.read(1):
             raise UserError(f"{self._name} has data after its end; expected one file that txl compress wrote")
 
@@ -164,10 +148,15 @@ class ContainerReader:
             raise UserError(f"{self._name} is cut off: it has no end")
         return data
 
-    def _check(self, record: bytes, place: str) -> None:
-        self._checksum = zlib.crc32(record, self._checksum)
+    def _rest(self, start: bytes, length: int, is_possible: bool) -> bytes:
+        """Return the rest of a record before its checksum, which is compared, if the record's `start` is possible."""
+        if not is_possible:
+            raise self._damaged()
+        rest = self._read(length)
+        self._checksum = zlib.crc32(start + rest, self._checksum)
         if self._read(4) != struct.pack("<I", self._checksum):
-            raise self._damaged(place)
+            raise self._damaged()
+        return rest
 
-    def _damaged(self, place: str) -> UserError:
-        return UserError(f"{self._name} is damaged: {place} is not what was written")
+    def _damaged(self) -> UserError:
+        return UserError(f"{self._name} is damaged: its first {self.n_read:,} bytes are not what was written")

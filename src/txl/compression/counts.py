@@ -11,6 +11,8 @@ Shapes: B lanes, K distributions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 ORDERS = 6  # context lengths: 0, 1, ... bytes
@@ -34,7 +36,6 @@ class Counts:
         self._shifts = np.array([0 if order <= 2 else 64 - _BITS[order] for order in range(ORDERS)], dtype=np.uint64)
         self._context = np.zeros(lanes, dtype=np.uint64)
         self._rows = self._row_numbers()
-        self._lanes = np.arange(lanes)
         self._matches = _Matches(lanes)
 
     def predict(self) -> tuple[np.ndarray, np.ndarray]:
@@ -57,11 +58,10 @@ class Counts:
             below = here
         met = np.count_nonzero(totals, axis=1)
         out[:, ORDERS] = 1 / 256
-        for lane, (symbol, share) in enumerate(self._matches.predict()):
-            if symbol >= 0:
-                out[lane, ORDERS] = (1 - share) / 255
-                out[lane, ORDERS, symbol] = share
-                met[lane] += DISTRIBUTIONS
+        for lane, symbol, share in self._matches.predict():
+            out[lane, ORDERS] = (1 - share) / 255
+            out[lane, ORDERS, symbol] = share
+            met[lane] += DISTRIBUTIONS
         return out, met
 
     def read(self, symbols: np.ndarray) -> None:
@@ -93,53 +93,41 @@ class _Matches:
 
     def __init__(self, lanes: int):
         self._size = _HISTORY // lanes
-        self._regions = list(range(lanes))
-        self._read = [0] * lanes  # bytes read of the text of each region
         self._history = bytearray(lanes * self._size)
         self._last_seen = np.zeros(1 << _MATCH_BITS, dtype=np.int32)
-        self._newest = [0] * lanes
-        self._place = [-1] * lanes
-        self._length = [0] * lanes
         self._hits = [[2, 3] for _ in range(_LONGEST + 1)]  # hits and trials, by match length
+        # Of each lane: its region of the history, bytes read there, newest bytes, place (-1: no match) and length.
+        self._regions, self._read, self._newest = list(range(lanes)), [0] * lanes, [0] * lanes
+        self._place, self._length = [-1] * lanes, [0] * lanes
 
-    def predict(self) -> list[tuple[int, float]]:
-        """Return for each lane the byte that the match predicts (-1: no match), and the share of hits at its length."""
-        guesses = []
-        for place, length in zip(self._place, self._length, strict=True):
-            if place < 0:
-                guesses.append((-1, 0.0))
-            else:
-                hits, trials = self._hits[length]
-                guesses.append((self._history[place], hits / trials))
-        return guesses
+    def predict(self) -> Iterator[tuple[int, int, float]]:
+        """Yield for each lane with a match: lane, byte that the match predicts, and share of hits at its length."""
+        for lane, place in enumerate(self._place):
+            if place >= 0:
+                hits, trials = self._hits[self._length[lane]]
+                yield lane, self._history[place], hits / trials
 
     def read(self, symbols: list[int]) -> None:
         """Read each lane's next byte."""
         for lane, symbol in enumerate(symbols):
-            region = self._regions[lane]
-            start = region * self._size
-            place = self._place[lane]
+            start, place = self._regions[lane] * self._size, self._place[lane]
             if place >= 0:
-                length = self._length[lane]
-                counted = self._hits[length]
-                hit = self._history[place] == symbol
+                counted, hit = self._hits[self._length[lane]], self._history[place] == symbol
                 counted[0] += hit
                 counted[1] += 1
                 if counted[1] > 1024:
                     counted[0], counted[1] = (counted[0] + 1) // 2, (counted[1] + 1) // 2 + 1
                 base = place - place % self._size
                 self._place[lane] = base + (place - base + 1) % self._size if hit else -1
-                self._length[lane] = min(length + 1, _LONGEST) if hit else 0
+                self._length[lane] = min(self._length[lane] + 1, _LONGEST) if hit else 0
             self._history[start + self._read[lane] % self._size] = symbol
             self._read[lane] += 1
             newest = self._newest[lane] = (self._newest[lane] << 8 | symbol) & ((1 << 8 * MATCH) - 1)
             if self._read[lane] >= MATCH:
                 slot = (newest * _MULTIPLIER & (1 << 64) - 1) >> (64 - _MATCH_BITS)
-                following = start + self._read[lane] % self._size
                 if self._place[lane] < 0:
-                    self._place[lane] = int(self._last_seen[slot]) - 1
-                    self._length[lane] = 0
-                self._last_seen[slot] = following + 1
+                    self._place[lane], self._length[lane] = int(self._last_seen[slot]) - 1, 0
+                self._last_seen[slot] = start + self._read[lane] % self._size + 1
 
     def rotate(self) -> None:
         """Move the match of each lane to the next lane, as in `Counts.rotate`."""

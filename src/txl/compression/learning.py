@@ -7,7 +7,6 @@ the probability of the next byte is
     softmax(log p_model + sum over k of w[m, k] log p_k)
 
 with the distributions p_k of `Counts`, and learned weights w for every number m of contexts that occurred before.
-`OnlineRecipe`, which is stored in the file's header, determines all weights.
 
 Shapes: B lanes, T tokens of a segment, K distributions of counts.
 """
@@ -24,18 +23,21 @@ from torch import Tensor, nn
 from txl.compression.counts import DISTRIBUTIONS, Counts
 from txl.compression.predictors import ModelPredictor
 from txl.config import ModelConfig, RecurrentConfig, model_from_dict
-from txl.config.values import from_plain
-from txl.errors import UserError
+from txl.config.values import from_plain, require
 from txl.files import JsonObject
 from txl.models import build_model
-from txl.models.language_model import LanguageModel, State
+from txl.models.language_model import State
 
 _FIRST_WEIGHTS = [0.0] * (DISTRIBUTIONS - 4) + [0.2, 0.4, 0.4, 0.4]  # of the distributions, as in `Counts.predict`
+_BELOW = {"segment": math.inf, "beta1": 1, "beta2": 1, "eps": math.inf, "halved_after": math.inf}
 
 
 @dataclass(frozen=True)
 class OnlineRecipe:
-    """Configuration and training of a model that learns the file from scratch. The defaults were measured on text."""
+    """Configuration and training of a model that learns the file from scratch; stored in the file's header.
+
+    The defaults were measured on text.
+    """
 
     seed: int = 1
     segment: int = 16
@@ -51,16 +53,9 @@ class OnlineRecipe:
     model: ModelConfig = field(default_factory=lambda: RecurrentConfig(kind="lstm", n_layer=1, d_model=256))
 
     def __post_init__(self) -> None:
-        for name, least, below in (
-            ("segment", 1, math.inf),
-            ("beta1", 0, 1),
-            ("beta2", 0, 1),
-            ("eps", 0, math.inf),
-            ("halved_after", 0, math.inf),
-        ):
-            value = getattr(self, name)
-            if not least <= value < below:
-                raise UserError(field=f"online.{name}", value=value, expected=f"at least {least}, below {below}")
+        for name, below in _BELOW.items():
+            value, least = getattr(self, name), int(name == "segment")
+            require(least <= value < below, f"online.{name}", value, f"at least {least}, below {below}")
 
     def to_plain(self) -> JsonObject:
         """Return all fields ready for JSON; for the model, its family and the settings that are not defaults."""
@@ -74,12 +69,6 @@ class OnlineRecipe:
         """Return the recipe that `to_plain` described."""
         return from_plain(cls, values, "online.", {ModelConfig: model_from_dict})
 
-    def build(self, vocab_size: int) -> LanguageModel:
-        """Build the model with its initial weights; the global generator of PyTorch is unchanged."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return build_model(self.model, vocab_size).eval()
-
 
 class OnlinePredictor(ModelPredictor):
     """Predictor of bytes by a model that learns during coding, and by counts.
@@ -91,11 +80,13 @@ class OnlinePredictor(ModelPredictor):
     """
 
     def __init__(self, recipe: OnlineRecipe, lanes: int, start: int):
-        model = recipe.build(256)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.seed)
+            model = build_model(recipe.model, 256).eval()
         super().__init__(model, lanes, start, model.config.lengths(), recipe.segment, self._step)
-        self._recipe = recipe
+        self._recipe, self._steps = recipe, 0
         self._weights = nn.Parameter(torch.tensor(_FIRST_WEIGHTS).expand(2 * DISTRIBUTIONS, -1).clone())
-        self._parameters = list(self.model.parameters())
+        self._parameters = list(model.parameters())
         self._optimizer = torch.optim.Adam(
             [{"params": self._parameters, "factor": 1.0}, {"params": [self._weights], "factor": recipe.weights_factor}],
             lr=0.0,
@@ -103,29 +94,27 @@ class OnlinePredictor(ModelPredictor):
             eps=recipe.eps,
             fused=True,
         )
-        self._steps = 0
         self._counts = Counts(lanes) if recipe.counts else None
         self._distributions: list[tuple[Tensor, Tensor]] = []  # log p_k and m of each position of the segment
 
     def predict(self) -> Tensor:
-        """Predict as `Predictor.predict`."""
+        """Predict by the model and the counts."""
         log_probs = super().predict()
         if self._counts is None:
             return log_probs
         probabilities, met = self._counts.predict()
-        distributions = torch.from_numpy(probabilities).log_(), torch.from_numpy(met)
-        self._distributions.append(distributions)
+        self._distributions.append((torch.from_numpy(probabilities).log_(), torch.from_numpy(met)))
         with torch.no_grad():
-            return self._mixed(log_probs, *distributions)
+            return self._mixed(log_probs, *self._distributions[-1])
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """Read as `Predictor.read`."""
+        """Let the counts and the model read a token of every lane."""
         if self._counts is not None:
             self._counts.read(tokens.numpy())
         super().read(tokens, whole)
 
     def end_block(self) -> None:
-        """End a block as `Predictor.end_block`."""
+        """End a block of the model and of the counts."""
         super().end_block()
         if self._counts is not None:
             self._counts.rotate()
@@ -140,10 +129,10 @@ class OnlinePredictor(ModelPredictor):
         recipe, distributions = self._recipe, self._distributions[: tokens.shape[1]]
         log_probs, _ = self.model.log_probs(tokens, state)
         if distributions:
-            stacked = (torch.stack(columns, dim=1) for columns in zip(*distributions, strict=True))
-            log_probs = self._mixed(log_probs, *stacked)
-        loss = -log_probs.gather(-1, targets[..., None]).mean()
-        loss.backward()
+            log_probs = self._mixed(
+                log_probs, *(torch.stack(columns, 1) for columns in zip(*distributions, strict=True))
+            )
+        (-log_probs.gather(-1, targets[..., None]).mean()).backward()
         nn.utils.clip_grad_norm_(self._parameters, recipe.clip)
         rate = recipe.learning_rate * min(1.0, (self._steps + 1) / max(1, recipe.warmup_steps))
         if recipe.halved_after:

@@ -9,20 +9,16 @@ Shapes: B lanes, T tokens of a segment, V tokens of the vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.config import Lengths
-from txl.generation.engine import DecodeEngine, decodes
+from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel, State
 from txl.models.transformer_xl import TransformerXL
-
-# Trains weights on a coded segment: tokens and targets int64 [B,T], and the state before the segment.
-Learn = Callable[[Tensor, Tensor, State], object]
 
 
 class Predictor(ABC):
@@ -53,15 +49,15 @@ class EnginePredictor(Predictor):
         self.any_threads = self._engine.compiled and model.mixture is None
 
     def predict(self) -> Tensor:
-        """Predict as `Predictor.predict`."""
+        """Take a step of the engine."""
         return self._engine.advance(self._streams)
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """Read as `Predictor.read`."""
+        """Give the streams their next tokens."""
         self._engine.put_all(self._streams, tokens)
 
     def end_block(self) -> None:
-        """End a block as `Predictor.end_block`."""
+        """Move the last stream to the front."""
         self._streams.insert(0, self._streams.pop())
 
 
@@ -76,7 +72,8 @@ class ModelPredictor(Predictor):
         start: token before the text.
         lengths: memory length, window and clamp.
         segment: number of tokens T of each lane after which `learn` is called.
-        learn: function that changes the weights; None: fixed weights.
+        learn: function that changes the weights, given tokens and targets of a coded segment, int64 [B,T], and the
+            state before the segment; None: fixed weights.
     """
 
     def __init__(
@@ -86,28 +83,33 @@ class ModelPredictor(Predictor):
         start: int,
         lengths: Lengths,
         segment: int = 0,
-        learn: Learn | None = None,
+        learn: Callable[[Tensor, Tensor, State], object] | None = None,
     ):
         self.model, self._segment, self._learn = model, segment, learn
-        self._state = model.init_state(lanes, **lengths.options())
-        self._before = self._state  # state at the beginning of the segment
+        self._state = self._before = model.init_state(lanes, **lengths.options())  # now, and before the segment
         self._last = torch.full((lanes,), start)
         self._tokens: list[Tensor] = []  # tokens of the segment read so far
         self._window: list[Tensor] = []  # context of a model without memory
 
     def predict(self) -> Tensor:
-        """Predict as `Predictor.predict`."""
+        """Let the model read the last token; a model without memory also the tokens before."""
         self._tokens.append(self._last)
-        with torch.no_grad(), _without_onednn():
-            if self.model.context is None:
-                log_probs, self._state = self.model.log_probs(self._last[:, None], self._state)
-            else:
-                self._window = [*self._window, self._last][-self.model.context :]
-                log_probs, _ = self.model.log_probs(torch.stack(self._window, dim=1), self._state)
+        # Without oneDNN, whose LSTM packs the weights in every call, which takes longer than reading one token.
+        flags: Any = torch.backends.mkldnn
+        before, flags.enabled = flags.enabled, False
+        try:
+            with torch.no_grad():
+                if self.model.context is None:
+                    log_probs, self._state = self.model.log_probs(self._last[:, None], self._state)
+                else:
+                    self._window = [*self._window, self._last][-self.model.context :]
+                    log_probs, _ = self.model.log_probs(torch.stack(self._window, dim=1), self._state)
+        finally:
+            flags.enabled = before
         return log_probs[:, -1]
 
     def read(self, tokens: Tensor, whole: bool) -> None:
-        """Read as `Predictor.read`."""
+        """Read a token of every lane, and learn at the end of a segment or of the last whole column."""
         self._last = tokens
         if self._learn is None:
             self._tokens.clear()
@@ -117,11 +119,10 @@ class ModelPredictor(Predictor):
             self._update(self._segment, tokens)
 
     def end_block(self) -> None:
-        """End a block as `Predictor.end_block`."""
+        """Learn from the rest of the block, and move the state of every lane to the next lane."""
         if self._learn is not None:
             self._update(len(self._tokens), self._last)
-        lanes = len(self._last)
-        order = torch.arange(-1, lanes - 1) % lanes
+        order = torch.arange(len(self._last)).roll(1)
         self._last, self._state = self._last[order], self._state.select(order)
         self._before = self._state
         self._window = [tokens[order] for tokens in self._window]
@@ -136,21 +137,3 @@ class ModelPredictor(Predictor):
         self._before = self._state
         if self.model.context is not None:
             self._window.clear()
-
-
-@contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Switch oneDNN off: its LSTM packs the weights in every call, which takes longer than reading one token."""
-    flags: Any = torch.backends.mkldnn
-    before, flags.enabled = flags.enabled, False
-    try:
-        yield
-    finally:
-        flags.enabled = before
-
-
-def fixed_predictor(model: LanguageModel, lanes: int, start: int, lengths: Lengths) -> Predictor:
-    """Return the fastest predictor for a model with fixed weights."""
-    if decodes(model):
-        return EnginePredictor(model, lanes, start, lengths)
-    return ModelPredictor(model, lanes, start, lengths)
