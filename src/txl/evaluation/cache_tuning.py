@@ -16,6 +16,7 @@ from torch import Tensor
 
 from txl.config import Limit
 from txl.errors import UserError
+from txl.evaluation.dynamic_tuning import at_end
 from txl.evaluation.stream import Progress, Settings, TokenIds, evaluation_mode, read_lanes
 from txl.models.cache import CacheState, ContinuousCache, check_cache
 from txl.models.language_model import LanguageModel, State
@@ -34,27 +35,18 @@ class CacheTuning:
     size: int
     thetas: list[float]
     lambdas: list[float]
-    nll: list[list[float]]
-    """Mean loss in nats per token, by theta and lambda."""
-    plain_nll: float
-    """Mean loss in nats per token without the cache."""
-    tokens: int
-    """Number of targets scored."""
-    theta: float
-    """Best theta; `weight` is the best lambda."""
+    nll: list[list[float]]  #: mean loss in nats per token, by theta and lambda
+    plain_nll: float  #: mean loss in nats per token without the cache
+    tokens: int  #: number of targets scored
+    theta: float  #: best theta; `weight` is the best lambda
     weight: float
     best_nll: float
 
     @property
     def at_edge(self) -> list[str]:
         """Names of the parameters, theta or lambda, whose best value is the first or last one tried (theta 0: not)."""
-        thetas, lambdas = sorted(self.thetas), sorted(self.lambdas)
-        names = []
-        if len(thetas) > 1 and (self.theta == thetas[-1] or (self.theta == thetas[0] and self.theta > 0)):
-            names.append("theta")
-        if len(lambdas) > 1 and self.weight in (lambdas[0], lambdas[-1]):
-            names.append("lambda")
-        return names
+        names = ["theta"] if self.theta > 0 and at_end(self.theta, self.thetas) else []
+        return names + ["lambda"] * at_end(self.weight, self.lambdas)
 
     def around(self, model: LanguageModel) -> ContinuousCache:
         """Return a model with the best cache."""
@@ -81,12 +73,11 @@ def tune_cache(
     """Find the theta and lambda with the lowest mean loss in one pass over a stream of tokens.
 
     Args:
-        model: any model of this project.
         tokens: tokens of a validation split, or any one-dimensional array of token ids.
         size: number of pairs that the cache holds.
         thetas: values of theta to try; None: `SHARPNESS` divided by the mean of h . h in the first segment.
         lambdas: values of lambda to try.
-        segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as for
+        model, segment, mem_len, window, clamp_len, batch_size, max_tokens, dtype, temperature, progress: as for
             `txl.evaluate`.
     """
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, max_tokens, False, dtype, temperature)
@@ -104,49 +95,40 @@ def tune_cache_with(
 ) -> CacheTuning:
     """Return the result of `tune_cache` for one value of settings."""
     if not lambdas or (thetas is not None and not thetas):
-        raise UserError("there is no theta or no lambda to try", remedy="give one or more of each")
+        raise UserError("there is no theta or no lambda to try")
     check_cache(size, thetas or [0.0], lambdas)
+    tried = list(thetas or ())
     with evaluation_mode(ContinuousCache(model, size, 0.0, 0.0), settings.dtype) as cache:
-        step = _GridStep(cache, thetas, lambdas, settings.temperature)
+        weights = torch.tensor(list(lambdas), dtype=torch.float64, device=next(cache.parameters()).device)
+        total = torch.zeros((), dtype=torch.float64, device=weights.device)
+
+        def step(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
+            nonlocal total
+            assert isinstance(state, CacheState)
+            if not tried:  # theta multiplies h . h, so the range to try is found from the first hidden states
+                hidden, _ = cache.model.hidden_states(inputs, state.inner)
+                square = hidden.double().square().sum(dim=-1).mean().item()
+                tried.extend(float(f"{product / square:.3g}") for product in SHARPNESS)
+            nll, cached, any_pair, after = cache.parts(inputs, targets, state, tried, settings.temperature)
+            nll = nll.double().masked_fill(~counted, 0.0)
+            total = total + _mixed(nll, cached, any_pair & counted, weights)
+            return nll, after
+
         # One pass: the state of model and cache does not depend on theta and lambda.
         plain = read_lanes(cache, tokens, settings, step, progress=progress)
-    means = step.total / plain.tokens
+    means = total / plain.tokens
     row, column = divmod(int(means.argmin()), len(lambdas))
     return CacheTuning(
         size=size,
-        thetas=step.thetas,
+        thetas=tried,
         lambdas=list(lambdas),
         nll=means.tolist(),
         plain_nll=plain.nll,
         tokens=plain.tokens,
-        theta=step.thetas[row],
+        theta=tried[row],
         weight=lambdas[column],
         best_nll=means.min().item(),
     )
-
-
-class _GridStep:
-    """Step that scores a segment with every theta and lambda; its losses are those without the cache."""
-
-    def __init__(
-        self, cache: ContinuousCache, thetas: Sequence[float] | None, lambdas: Sequence[float], temperature: float
-    ):
-        self._cache, self._temperature = cache, temperature
-        self.thetas = [] if thetas is None else list(thetas)
-        device = next(cache.parameters()).device
-        self._lambdas = torch.tensor(list(lambdas), dtype=torch.float64, device=device)
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
-        """Sums of the losses in nats, by theta and lambda: [Q,L] after the first segment."""
-
-    def __call__(self, inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
-        assert isinstance(state, CacheState)
-        # Theta multiplies h . h, so the range to try is found from the first hidden states.
-        if not self.thetas:
-            self.thetas = _spread(self._cache.model, inputs, state.inner)
-        nll, cached, any_pair, after = self._cache.parts(inputs, targets, state, self.thetas, self._temperature)
-        nll = nll.double().masked_fill(~counted, 0.0)
-        self.total = self.total + _mixed(nll, cached, any_pair & counted, self._lambdas)
-        return nll, after
 
 
 def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, lambdas: Tensor) -> Tensor:
@@ -160,10 +142,3 @@ def _mixed(nll: Tensor, cached: Tensor, any_pair: Tensor, lambdas: Tensor) -> Te
         for weight in lambdas.unbind()
     ]
     return torch.stack(sums, dim=-1) + plain
-
-
-def _spread(model: LanguageModel, inputs: Tensor, state: State) -> list[float]:
-    """Return the thetas to try, scaled to the size of the model's hidden states."""
-    hidden, _ = model.hidden_states(inputs, state)
-    square = hidden.double().square().sum(dim=-1).mean().item()
-    return [float(f"{product / square:.3g}") for product in SHARPNESS]

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName
 from txl.errors import UserError
 from txl.evaluation.stream import EvaluationResult, Progress, Settings, TokenIds, read_lanes
-from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
 
@@ -44,14 +43,10 @@ from txl.models.layers import PositionwiseFeedForward
 class Adaptation:
     """Update rule of dynamic evaluation, and its hyper-parameters."""
 
-    rule: str
-    """"rms" divides the gradient, element by element, by the size of training gradients; "sgd" does not."""
-    learning_rate: float
-    """eta; 0 leaves the weights unchanged."""
-    decay: float = 0.0
-    """lambda, the decay towards the trained weights."""
-    epsilon: float = 2e-5
-    """Term added to the size of training gradients; used by rms only."""
+    rule: str  #: "rms" divides the gradient, element by element, by the size of training gradients; "sgd" does not
+    learning_rate: float  #: eta; 0 leaves the weights unchanged
+    decay: float = 0.0  #: lambda, the decay towards the trained weights
+    epsilon: float = 2e-5  #: term added to the size of training gradients; used by rms only
     statistics: str = "mean"
     """Size of training gradients for rms: the root of the "mean" (2018) or of the "sum" (2019) of their squares."""
     weights: str = "all"
@@ -59,20 +54,18 @@ class Adaptation:
     include u and v of attention, and norms."""
 
     def __post_init__(self) -> None:
-        for name, value, choices in (
-            ("rule", self.rule, get_args(AdaptationRule)),
-            ("statistics", self.statistics, get_args(StatisticsName)),
-            ("weights", self.weights, get_args(AdaptedWeights)),
+        for name, choices in (("rule", AdaptationRule), ("statistics", StatisticsName), ("weights", AdaptedWeights)):
+            if getattr(self, name) not in get_args(choices):
+                expected = f"one of {', '.join(get_args(choices))}"
+                raise UserError(field=name, value=getattr(self, name), expected=expected)
+        most = 1 if self.rule == "sgd" else math.inf
+        for name, in_range, expected in (
+            ("learning_rate", 0 <= self.learning_rate < math.inf, "0 or more"),
+            ("decay", 0 <= self.decay <= most and self.decay < math.inf, "0 or more, with sgd at most 1"),
+            ("epsilon", 0 < self.epsilon < math.inf, "more than 0"),
         ):
-            if value not in choices:
-                raise UserError(field=name, value=value, expected=f"one of {', '.join(choices)}")
-        for name, value in (("learning_rate", self.learning_rate), ("decay", self.decay)):
-            if not 0 <= value < math.inf:
-                raise UserError(field=name, value=value, expected="0 or more")
-        if not 0 < self.epsilon < math.inf:
-            raise UserError(field="epsilon", value=self.epsilon, expected="more than 0")
-        if self.rule == "sgd" and self.decay > 1:
-            raise UserError(field="decay", value=self.decay, expected="at most 1 with sgd")
+            if not in_range:
+                raise UserError(field=name, value=getattr(self, name), expected=expected)
 
 
 @dataclass(frozen=True)
@@ -81,14 +74,10 @@ class GradientStatistics:
 
     squares: dict[str, Tensor]
     """Sums by parameter name. Parameters that never had a gradient are left out, and do not adapt."""
-    segments: int
-    """Number of segments read."""
-    segment: int
-    """Number of tokens of each lane in a segment."""
-    batch_size: int
-    """Number of lanes; each gradient is that of the mean loss over all lanes."""
-    weights: str = "all"
-    """Choice of weights, one of `AdaptedWeights`."""
+    segments: int  #: number of segments read
+    segment: int  #: number of tokens of each lane in a segment
+    batch_size: int  #: number of lanes; each gradient is that of the mean loss over all lanes
+    weights: str = "all"  #: choice of weights, one of `AdaptedWeights`
 
 
 def adapted_parameters(model: LanguageModel, weights: str = "all") -> dict[str, nn.Parameter]:
@@ -127,6 +116,7 @@ class AdaptingModel:
     model: LanguageModel
     """The copy. Between calls it is an ordinary model in evaluation mode, with the current weights."""
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         model: LanguageModel,
@@ -140,26 +130,27 @@ class AdaptingModel:
         trained = adapted_parameters(model, adaptation.weights)
         if adaptation.rule == "rms":
             if statistics is None:
-                raise UserError(
-                    "rms needs gradient statistics of the training split", remedy="give them, or adapt by sgd"
-                )
+                raise UserError("rms needs gradient statistics of the training split", remedy="or adapt by sgd")
             if statistics.weights not in ("all", adaptation.weights):
                 raise UserError(f"the statistics are of {statistics.weights} weights, but {adaptation.weights} adapt")
             trained = {name: weight for name, weight in trained.items() if name in statistics.squares}
             if any(weight.shape != statistics.squares[name].shape for name, weight in trained.items()):
-                raise UserError(
-                    "the gradient statistics are of a model of another shape", remedy="take them of this one"
-                )
+                raise UserError("the gradient statistics are of a model of another shape")
         # Weights adapt in place, and the caller's model must not change.
-        self.model = _copied(model, trained)
+        self.model = copy.deepcopy(model).eval()
         current = dict(self.model.own_model.named_parameters())
-        self._current = [current[name] for name in trained]
+        for name, weight in current.items():
+            weight.requires_grad_(name in trained)
+        for module in self.model.modules():
+            # cuDNN computes no gradients of an LSTM in evaluation mode. The module itself has no dropout.
+            if isinstance(module, nn.RNNBase):
+                module.train()
+        self._current = {name: current[name] for name in trained}
         # The trained weights themselves, not a copy: decay reads them at every step.
         self._trained = [weight.detach() for weight in trained.values()]
         self._scales: Sequence[Tensor | float] = [adaptation.learning_rate] * len(trained)
         self._pulls: Sequence[Tensor | float] = [adaptation.decay] * len(trained)
-        if adaptation.rule == "rms":
-            assert statistics is not None
+        if statistics is not None and adaptation.rule == "rms":
             self._scales, self._pulls = _rms_rates(adaptation, statistics, list(trained))
 
     def score_then_adapt(
@@ -179,30 +170,44 @@ class AdaptingModel:
         Returns:
             the loss of each target in nats and the next state, both without gradient.
         """
-        scored, gradients, state = _gradients(
-            self.model, self._current, tokens, targets, state, counted, self.dtype, self.temperature
-        )
-        if gradients is not None:
-            self._update(gradients)
+        scored, gradients, state = self._gradients(tokens, targets, state, counted)
+        if not gradients:
+            return scored, state
+        with torch.no_grad():
+            for weight, trained, gradient, scale, pull in zip(
+                self._current.values(), self._trained, gradients, self._scales, self._pulls, strict=True
+            ):
+                # A weight without a gradient in this segment still decays.
+                change = torch.zeros_like(weight) if gradient is None else gradient * -scale
+                if self.adaptation.decay > 0:
+                    change += (trained - weight) * pull
+                # In place: caches of projected keys and values detect the change by the tensor's version.
+                weight += change
         return scored, state
 
-    @torch.no_grad()
-    def _update(self, gradients: list[Tensor | None]) -> None:
-        """Update the weights by one step of the rule."""
-        for weight, trained, gradient, scale, pull in zip(
-            self._current, self._trained, gradients, self._scales, self._pulls, strict=True
-        ):
-            # A weight without a gradient in this segment still decays.
-            change = torch.zeros_like(weight) if gradient is None else gradient * -scale
-            if self.adaptation.decay > 0:
-                change += (trained - weight) * pull
-            # In place: caches of projected keys and values detect the change by the tensor's version.
-            weight += change
+    @torch.inference_mode(False)
+    def _gradients(
+        self, tokens: Tensor, targets: Tensor, state: State, counted: Tensor | None
+    ) -> tuple[Tensor, Sequence[Tensor | None], State]:
+        """Return losses [B,T], the gradients of the mean loss of counted targets, if there are any, and the state."""
+        autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
+        # The memory carries no gradient: it was detached after the segment before.
+        with torch.enable_grad(), autocast:
+            # With a continuous cache, the score is that of the mixture, and the gradient that of the model inside.
+            scored, followed, state = self.model.nll_and_own(tokens, targets, state, self.temperature)
+            if counted is not None:
+                followed = followed[counted]
+        # An enclosing autocast would otherwise use this segment's converted weights in the next segment too.
+        torch.clear_autocast_cache()
+        # Classifiers that serve training alone have no gradient here.
+        weights = list(self._current.values())
+        gradients = torch.autograd.grad(followed.mean(), weights, allow_unused=True) if followed.numel() else ()
+        return scored.detach(), gradients, state.detach()
 
     @torch.no_grad()
     def reset(self) -> None:
         """Restore the trained weights."""
-        for weight, trained in zip(self._current, self._trained, strict=True):
+        for weight, trained in zip(self._current.values(), self._trained, strict=True):
             weight.copy_(trained)
 
 
@@ -224,47 +229,6 @@ def _rms_rates(
         raise UserError("the training split's gradients are 0 everywhere, so that there is nothing to adapt")
     # A pull above 1 would overshoot the trained weights.
     return scales, [(adaptation.decay * size / mean).clamp(max=1) for size in sizes]
-
-
-@torch.inference_mode(False)
-def _copied(model: LanguageModel, adapted: dict[str, nn.Parameter]) -> LanguageModel:
-    """Return a copy of a model in evaluation mode; only the adapted parameters of the copy require gradients."""
-    copied = copy.deepcopy(model).eval()
-    for name, weight in copied.own_model.named_parameters():
-        weight.requires_grad_(name in adapted)
-    for module in copied.modules():
-        # cuDNN computes no gradients of an LSTM in evaluation mode. The module itself has no dropout.
-        if isinstance(module, nn.RNNBase):
-            module.train()
-    return copied
-
-
-@torch.inference_mode(False)
-def _gradients(
-    model: LanguageModel,
-    parameters: list[nn.Parameter],
-    tokens: Tensor,
-    targets: Tensor,
-    state: State,
-    counted: Tensor | None,
-    dtype: str,
-    temperature: float,
-) -> tuple[Tensor, list[Tensor | None] | None, State]:
-    """Return losses [B,T], the gradients of the mean loss of counted targets (None without any), and the next state."""
-    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
-    # The memory carries no gradient: it was detached after the segment before.
-    with torch.enable_grad(), autocast:
-        # With a continuous cache, the score is that of the mixture, and the gradient that of the model inside.
-        scored, followed, state = model.nll_and_own(tokens, targets, state, temperature)
-        if counted is not None:
-            followed = followed[counted]
-    # An enclosing autocast would otherwise use this segment's converted weights in the next segment too.
-    torch.clear_autocast_cache()
-    if followed.numel() == 0:
-        return scored.detach(), None, state.detach()
-    # Classifiers that serve training alone have no gradient here.
-    gradients = torch.autograd.grad(followed.mean(), parameters, allow_unused=True)
-    return scored.detach(), list(gradients), state.detach()
 
 
 @torch.inference_mode(False)
@@ -298,31 +262,26 @@ def gradient_statistics(
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, dtype=dtype, temperature=temperature)
     if segments is not None and segments < 1:
         raise UserError(field="statistics_segments", value=segments, expected="1 or more")
-    parameters = adapted_parameters(model, weights)
-    copied = _copied(model, parameters).own_model
-    named = dict(copied.named_parameters())
-    current = [named[name] for name in parameters]
+    still = Adaptation("sgd", 0.0, weights=weights)
+    # In a continuous cache, the gradients are those of the model inside.
+    adapting = AdaptingModel(model.own_model, still, dtype=settings.dtype, temperature=settings.temperature)
     squares: dict[str, Tensor] = {}
     n_read = 0
 
     def add(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
         nonlocal n_read
         n_read += 1
-        nll, gradients, state = _gradients(
-            copied, current, inputs, targets, state, None, settings.dtype, settings.temperature
-        )
-        assert gradients is not None  # every target counts
-        for name, gradient in zip(parameters, gradients, strict=True):
+        nll, gradients, state = adapting._gradients(inputs, targets, state, None)
+        for name, gradient in zip(adapting._current, gradients, strict=True):
             if gradient is not None:
                 # Element by element: each weight has a size of its own.
                 squares[name] = squares[name] + gradient.square() if name in squares else gradient.square()
         return nll, state
 
-    read_lanes(copied, tokens, settings, add, segments=segments, progress=progress)
+    read_lanes(adapting.model, tokens, settings, add, segments=segments, progress=progress)
     return GradientStatistics(squares, n_read, settings.segment, settings.batch_size, weights)
 
 
-@torch.inference_mode(False)
 def evaluate_dynamically(
     model: LanguageModel,
     tokens: TokenIds,
@@ -344,8 +303,8 @@ def evaluate_dynamically(
 
     Args:
         model: any language model, or a continuous cache around a model; it is not changed.
-        tokens: tokens of a split, or any one-dimensional array or tensor of token ids. For a result to report, do not
-            use the tokens on which the learning rate was tuned.
+        tokens: tokens as for `txl.evaluate`. For a result to report, do not use those on which the learning rate was
+            tuned.
         adaptation: update rule and its hyper-parameters; `tune_dynamic` finds the learning rate and the decay.
         statistics: result of `gradient_statistics` on the training split; required by rms.
         segment: number of tokens T scored between two updates; it changes the result.
@@ -373,14 +332,10 @@ def adapt_with(
     """Return the result of `evaluate_dynamically` for one value of settings."""
     adapting = AdaptingModel(model, adaptation, statistics, dtype=settings.dtype, temperature=settings.temperature)
     result = read_lanes(adapting.model, tokens, settings, adapting.score_then_adapt, progress=progress)
-    return replace(result, dynamic=described(adaptation, statistics))
-
-
-def described(adaptation: Adaptation, statistics: GradientStatistics | None) -> JsonObject:
-    """Return the settings of an adaptation that affect its result, ready for JSON."""
-    settings = asdict(adaptation)
-    if adaptation.rule == "sgd":
-        return {name: value for name, value in settings.items() if name not in ("epsilon", "statistics")}
-    assert statistics is not None
-    read = {"statistics_segments": statistics.segments, "statistics_batch_size": statistics.batch_size}
-    return settings | read
+    # Of the settings, those that affect the result.
+    dynamic = asdict(adaptation)
+    if adaptation.rule == "sgd" or statistics is None:
+        del dynamic["epsilon"], dynamic["statistics"]
+    else:
+        dynamic |= {"statistics_segments": statistics.segments, "statistics_batch_size": statistics.batch_size}
+    return replace(result, dynamic=dynamic)

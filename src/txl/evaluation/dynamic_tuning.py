@@ -31,22 +31,18 @@ class DynamicTuning:
     tried: list[tuple[float, float, float]]
     """Learning rate, decay and mean loss in nats per token, in the order of the search; the loss is infinite if the
     weights diverged."""
-    static_nll: float
-    """Mean loss in nats per token without adaptation."""
-    tokens: int
-    """Number of targets scored in each evaluation."""
-    adaptation: Adaptation
-    """Adaptation with the best pair."""
+    static_nll: float  #: mean loss in nats per token without adaptation
+    tokens: int  #: number of targets scored in each evaluation
+    adaptation: Adaptation  #: adaptation with the best pair
     best_nll: float
 
     @property
     def at_edge(self) -> list[str]:
         """Names of the parameters (learning rate, a decay above 0) whose best value is the first or last one tried."""
-        rates, decays = sorted(self.learning_rates), sorted(self.decays)
         found = []
-        if len(rates) > 1 and self.adaptation.learning_rate in (rates[0], rates[-1]):
+        if at_end(self.adaptation.learning_rate, self.learning_rates):
             found.append("learning rate")
-        if len(decays) > 1 and self.adaptation.decay in (decays[0], decays[-1]) and self.adaptation.decay > 0:
+        if self.adaptation.decay > 0 and at_end(self.adaptation.decay, self.decays):
             found.append("decay")
         return found
 
@@ -76,10 +72,9 @@ def tune_dynamic(
     the best neighbour as long as that neighbour is better: about a dozen evaluations instead of one per pair.
 
     Args:
-        model: any language model, or a continuous cache around a model; it is not changed.
+        model, statistics: as for `txl.evaluate_dynamically`.
         tokens: tokens of a validation split.
         adaptation: settings that are not tuned; the learning rate and the decay in it are ignored.
-        statistics: as for `txl.evaluate_dynamically`.
         learning_rates: learning rates to try; None: `LEARNING_RATES`.
         decays: decays to try.
         progress: called with the number of targets scored in the current evaluation, and their total number.
@@ -104,7 +99,7 @@ def tune_dynamic_with(
     rates = sorted(set(LEARNING_RATES[adaptation.rule] if learning_rates is None else learning_rates))
     decays = sorted(set(decays))
     if not rates or not decays:
-        raise UserError("there is no learning rate or no decay to try", remedy="give one or more of each")
+        raise UserError("there is no learning rate or no decay to try")
     # Made here, because a value out of range is refused now and not after hours of work.
     pairs = {
         (row, column): replace(adaptation, learning_rate=rate, decay=decay)
@@ -138,15 +133,13 @@ def tune_dynamic_with(
         best = better
     if math.isinf(loss(best)):
         raise UserError(f"the weights diverge at every learning rate down to {rates[0]:g}", remedy="try smaller ones")
-    return DynamicTuning(
-        learning_rates=rates,
-        decays=decays,
-        tried=[(rates[row], decays[column], nll) for (row, column), nll in tried.items()],
-        static_nll=static.nll,
-        tokens=static.tokens,
-        adaptation=pairs[best],
-        best_nll=tried[best],
-    )
+    all_tried = [(rates[row], decays[column], nll) for (row, column), nll in tried.items()]
+    return DynamicTuning(rates, decays, all_tried, static.nll, static.tokens, pairs[best], tried[best])
+
+
+def at_end(best: float, tried: Sequence[float]) -> bool:
+    """Return whether the best of several values is the smallest or the largest."""
+    return len(tried) > 1 and best in (min(tried), max(tried))
 
 
 @dataclass(frozen=True)
@@ -154,14 +147,11 @@ class PublishedSettings:
     """Settings of a published dynamic evaluation."""
 
     adaptation: Adaptation
-    statistics_segments: int | None
-    """Number of segments of the training split that are read for the gradient statistics; None: all."""
+    statistics_segments: int | None  # of the training split; None: all
     statistics_batch_size: int
     segment: int
-    mem_len: int | None = None
-    """None: the model has no memory of positions."""
-    window: int | None = None
-    """Number of keys; in the authors' TensorFlow code, same_length with memory M is a window of M + 1."""
+    mem_len: int | None = None  # None: the model has no memory of positions
+    window: int | None = None  # in the authors' TensorFlow code, same_length with memory M is a window of M + 1
     clamp_len: int | None = None
     batch_size: int = 1
 

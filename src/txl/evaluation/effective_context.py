@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from numbers import Integral
+from itertools import combinations, pairwise
+from operator import index
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 from numpy.typing import ArrayLike
 from torch import Tensor
 
@@ -52,12 +52,9 @@ def relative_effective_context_length(
 class EffectiveContext:
     """The relative effective context length of every model of a group, and the gains from which it is computed."""
 
-    recl: dict[float, dict[str, int]]
-    """Relative effective context length in tokens, by r and model."""
-    relative_gains: Gains
-    """g_i(c,c') by r, by pair (c,c') of lengths one step apart, and by model."""
-    perplexity_gains: Gains
-    """exp f_i(c,c) - exp f_i(c,c') by r, by pair c < c' of multiples of the step, and by model (Figure 3)."""
+    recl: dict[float, dict[str, int]]  # in tokens, by r and model
+    relative_gains: Gains  # g_i(c,c') by r, by pair (c,c') of lengths one step apart, and by model
+    perplexity_gains: Gains  # exp f_i(c,c) - exp f_i(c,c') by r, pair c < c' of multiples of the step, model (Figure 3)
 
 
 def effective_context(
@@ -71,16 +68,18 @@ def effective_context(
     for r in fractions:
         check_fractions(r, threshold)
     lengths = _checked(losses)
-    steps = _steps(lengths, step)
+    steps = [(short, short + step) for short in lengths if short + step in lengths] if step else list(pairwise(lengths))
+    if step is not None and (step < 1 or (not steps and len(lengths) > 1)):
+        raise UserError(f"step is {step}, but no two of the context lengths {lengths} are that far apart")
     whole = [length for length in lengths if step is None or length % step == 0]
-    pairs = [(short, long) for short in whole for long in whole if long > short]
     relative = {r: {pair: relative_gains(losses, *pair, r) for pair in steps} for r in fractions}
-    recl = {}
+    recl: dict[float, dict[str, int]] = {r: {} for r in fractions}
     for r, by_pair in relative.items():
-        # A model that was held at fewer tokens than were asked for gets no longer answer than it read.
-        ends = {name: (longest or {}).get(name) or lengths[-1] for name in losses}
-        first = {name: [short for (short, _), gains in by_pair.items() if gains[name] < threshold] for name in losses}
-        recl[r] = {name: min([*first[name], lengths[-1]][0], ends[name]) for name in losses}
+        for name in losses:
+            stops = [short for (short, _), gains in by_pair.items() if gains[name] < threshold]
+            # A model that was held at fewer tokens than were asked for gets no longer answer than it read.
+            recl[r][name] = min([*stops, lengths[-1]][0], (longest or {}).get(name) or lengths[-1])
+    pairs = list(combinations(whole, 2))
     perplexity = {r: {pair: perplexity_gains(losses, *pair, r) for pair in pairs} for r in fractions}
     return EffectiveContext(recl, relative, perplexity)
 
@@ -90,12 +89,8 @@ def group_record(
 ) -> JsonObject:
     """Return the effective context lengths, perplexities and gains of a group of models, ready for JSON.
 
-    Args:
-        models: for each model its "name", its "longest_context" (the most tokens that it reads at once, or None), and
-            anything else to record.
-        losses: losses by model name and context length, as in `effective_context`.
-        r: fractions of the hardest targets to compare.
-        threshold: least relative gain in perplexity that counts.
+    `models` has for each model its "name", its "longest_context" (the most tokens that it reads at once, or None), and
+    anything else to record; the other arguments are those of `effective_context`.
     """
     context = effective_context(losses, r, threshold, {model["name"]: model["longest_context"] for model in models})
     first = next(iter(losses.values()))
@@ -125,25 +120,16 @@ def group_record(
 
 
 def spread_targets(n_token: int, longest: int, count: int, step: int) -> range:
-    """Return targets at equal distances over a stream, each with at least `longest` tokens before it.
+    """Return `count` or more targets at equal distances over a stream, each with at least `longest` tokens before it.
 
-    The distance between targets is a multiple or a divisor of `step`. Contexts of several targets then begin at the
-    same token and are read once (`txl.losses_at_contexts`). If such a distance would yield at least four times as many
-    targets as requested, the distance is chosen without regard to `step`.
-
-    Args:
-        n_token: number of tokens in the stream.
-        longest: longest context in tokens.
-        count: least number of targets; a stream with too few tokens yields fewer.
-        step: difference between neighbouring context lengths.
+    The distance between targets is a multiple or a divisor of `step`, the difference between context lengths: contexts
+    of several targets then begin at the same token and are read once (`txl.losses_at_contexts`). If this would yield at
+    least four times as many targets as requested, the distance is chosen without regard to `step`.
     """
-    # Contexts of neighbouring targets begin at the same token if the distance divides the step, or the reverse.
     distance = widest = max(1, (n_token - longest) // count)
     while step % distance and distance % step:
         distance -= 1
-    if 4 * distance <= widest:
-        distance = widest
-    return range(longest, n_token, distance)
+    return range(longest, n_token, widest if 4 * distance <= widest else distance)
 
 
 def check_fractions(r: float, threshold: float) -> None:
@@ -156,8 +142,7 @@ def check_fractions(r: float, threshold: float) -> None:
 
 def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
     """Return g_i(c,c') = (exp f_i(c,c) - exp f_i(c,c')) / exp f_i(c,c) of each model, for c = `short`, c' = `long`."""
-    baseline = _baseline(losses, short)
-    chosen = _hardest(baseline, r)
+    baseline, chosen = _baseline(losses, short, r)
     # f_i(c,c) is the mean baseline for every model: b(c,t) is no larger than any l_i(c,t).
     before = baseline[chosen].mean()
     gains = {}
@@ -170,61 +155,42 @@ def relative_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dic
 
 def perplexity_gains(losses: Losses, short: int, long: int, r: float = 1.0) -> dict[str, float]:
     """Return exp f_i(c,c) - exp f_i(c,c') of each model, as in Figure 3."""
-    baseline = _baseline(losses, short)
-    perplexity = baseline[_hardest(baseline, r)].mean().exp().item()
+    baseline, chosen = _baseline(losses, short, r)
+    perplexity = baseline[chosen].mean().exp().item()
     return {name: gain * perplexity for name, gain in relative_gains(losses, short, long, r).items()}
 
 
-def _baseline(losses: Losses, length: int) -> Float64[Tensor, " targets"]:
-    """Return b(c,t), the lowest loss of all models at each target."""
-    return torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
+def _baseline(losses: Losses, length: int, r: float) -> tuple[Float64[Tensor, " targets"], Int64[Tensor, " hardest"]]:
+    """Return b(c,t), the lowest loss of all models at each target, and the fraction r of targets where it is largest.
 
-
-def _hardest(baseline: Tensor, r: float) -> Tensor:
-    """Return the indices of the fraction r of targets with the largest b(c,t), at least one index."""
-    # By the baseline and not by a model's own losses: all models are compared on the same targets.
-    return baseline.topk(max(1, round(r * len(baseline))), sorted=False).indices
+    At least one target is chosen, by the baseline and not by a model's own losses: all models are compared on the same.
+    """
+    baseline = torch.stack([_float64(by_length[length]) for by_length in losses.values()]).amin(dim=0)
+    return baseline, baseline.topk(max(1, round(r * len(baseline))), sorted=False).indices
 
 
 def _checked(losses: Losses) -> list[int]:
     """Check the losses, and return the context lengths in increasing order."""
     if not losses:
         raise UserError("no models were given", expected="the losses of one or more")
+    lengths: list[int] = []
+    shape: list[int] = []
     for name, by_length in losses.items():
-        if not isinstance(by_length, Mapping) or not all(isinstance(length, Integral) for length in by_length):
-            raise UserError(field=f"losses of {name!r}", value=by_length, expected="losses by context length")
-    lengths = sorted(next(iter(losses.values())))
-    if not lengths or lengths[0] < 1:
-        raise UserError(f"the context lengths are {lengths}", expected="one or more, all above 0")
-    n_target: int | None = None
-    for name, by_length in losses.items():
-        if sorted(by_length) != lengths:
-            raise UserError(
-                f"model {name!r} has losses at context lengths {sorted(by_length)}", expected=f"{lengths}, as the first"
-            )
-        for length, given in by_length.items():
-            try:
-                values = _float64(given)
-            except (TypeError, ValueError, RuntimeError) as error:
-                problem = f"model {name!r} has losses at context length {length} that are no numbers ({error})"
-                raise UserError(problem) from None
-            n_target = len(values) if n_target is None and values.ndim else n_target
-            if list(values.shape) != [n_target] or not n_target or not values.isfinite().all():
-                raise UserError(
-                    f"model {name!r} has losses of shape {list(values.shape)} at context length {length}",
-                    expected=f"a finite number for each of the same targets, [{n_target or 'targets'}]",
-                )
+        try:
+            measured = sorted(map(index, dict(by_length)))
+            values = {length: _float64(given) for length, given in by_length.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"the losses of {name!r} are not numbers by context length ({error})") from None
+        lengths = lengths or measured
+        if measured != lengths or not lengths or lengths[0] < 1:
+            expected = "one or more lengths above 0, the same for all models"
+            raise UserError(f"model {name!r} has losses at context lengths {measured}", expected=expected)
+        for length, found in values.items():
+            shape = shape or list(found.shape)
+            if list(found.shape) != shape or len(shape) != 1 or not shape[0] or not found.isfinite().all():
+                problem = f"model {name!r} has losses of shape {list(found.shape)} at context length {length}"
+                raise UserError(problem, expected="a finite number for each of the same targets, in one dimension")
     return lengths
-
-
-def _steps(lengths: list[int], step: int | None) -> list[tuple[int, int]]:
-    """Return the pairs of lengths one step apart; without a step, the pairs of neighbouring lengths."""
-    if step is None:
-        return list(pairwise(lengths))
-    pairs = [(length, length + step) for length in lengths if length + step in lengths]
-    if step < 1 or (not pairs and len(lengths) > 1):
-        raise UserError(f"step is {step}, but no two of the context lengths {lengths} are that far apart")
-    return pairs
 
 
 def _float64(losses: Tensor | ArrayLike) -> Tensor:

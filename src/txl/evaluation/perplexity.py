@@ -46,8 +46,7 @@ def evaluate(
         exhaustive: also score the targets that the lanes would drop.
         dtype: "float32", or "bfloat16" for autocast.
         temperature: softmax temperature X: probabilities are proportional to p^(1/X), as the authors tested on Penn
-            Treebank (1.08). A value other than 1 requires the probabilities of the whole vocabulary, and so more time
-            and memory. A continuous cache is mixed in afterwards.
+            Treebank (1.08). A value other than 1 needs more time and memory. A continuous cache is mixed in afterwards.
         progress: called with the number of this process's targets scored so far and their total number.
         processes: processes that evaluate together, each a part of the lanes; all processes return the whole result.
     """

@@ -29,7 +29,6 @@ from txl.evaluation.stream import (
     checked_ids,
     evaluation_mode,
     result_of,
-    sum_losses,
 )
 from txl.models.language_model import LanguageModel, State
 
@@ -51,18 +50,12 @@ def evaluate_sliding(
     """Return the mean loss of a model over a stream, each target predicted from the `context` tokens before it.
 
     The first `context` targets are predicted from the fewer tokens before them. Every token except the first is a
-    target.
+    target. Memory is not used.
 
     Args:
-        model: any language model; memory is not used.
-        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
         context: window length L in tokens.
         batch_size: number of windows B computed at once.
-        max_tokens: number of tokens to read from the beginning of the stream; None: all.
-        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
-        dtype: "float32", or "bfloat16" for autocast.
-        temperature: softmax temperature, as for `evaluate`.
-        progress: called with the number of targets scored so far and their total number.
+        model, tokens, max_tokens, clamp_len, dtype, temperature, progress: as for `txl.evaluate`.
     """
     settings = Settings(1, None, None, clamp_len, batch_size, max_tokens, True, dtype, temperature)
     return evaluate_sliding_with(model, tokens, context, settings, progress)
@@ -72,10 +65,10 @@ def evaluate_sliding_with(
     model: LanguageModel, tokens: TokenIds, context: int, settings: Settings, progress: Progress | None = None
 ) -> EvaluationResult:
     """Return the result of `evaluate_sliding` for one value of settings, whose segment and memory do not matter."""
-    start, context = time.perf_counter(), _positive("context", context)
-    settings = replace(settings, segment=context, mem_len=0, window="none", exhaustive=True)
+    start = time.perf_counter()
+    settings = replace(settings, segment=_positive(context), mem_len=0, window="none", exhaustive=True)
     ids = _ids(model, tokens, settings)
-    n_first = min(context, len(ids) - 1)
+    n_first, n_target, n_scored = min(context, len(ids) - 1), len(ids) - 1, 0
     with evaluation_mode(model, settings.dtype) as view:
         empty = settings.init_state(view, 1)
         # One window has all targets with fewer than `context` tokens before them: it is the beginning of the text.
@@ -83,9 +76,14 @@ def evaluate_sliding_with(
             window_losses(view, ids, np.arange(1, n_first + 1), [context], settings, empty),
             window_losses(view, ids, np.arange(n_first + 1, len(ids)), [context], settings, empty),
         )
-        total = sum_losses(((losses, len(losses)) for _, losses, _ in windows), len(ids) - 1, progress)
-    seconds = time.perf_counter() - start
-    return replace(result_of(model, tokens, settings, empty.lengths, total, seconds), sliding=True)
+        total = torch.zeros((), dtype=torch.float64, device=next(view.parameters()).device)
+        for _, losses, _ in windows:
+            total, n_scored = total + losses.sum(), n_scored + len(losses)
+            if progress is not None:
+                progress(n_scored, n_target)
+    whole = (total.item(), n_scored)
+    result = result_of(model, tokens, settings, empty.lengths, whole, time.perf_counter() - start)
+    return replace(result, sliding=True)
 
 
 def losses_at_context(
@@ -107,8 +105,7 @@ def losses_at_context(
     layer by layer. Each target costs reading `context` tokens.
 
     Args:
-        model: any language model; memory is not used.
-        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
+        model, tokens, clamp_len, dtype: as for `txl.evaluate`.
         context: number of tokens c before each target.
         targets: indices t of the targets, each at least `context`; use equal targets for all contexts and models to
             compare.
@@ -116,8 +113,6 @@ def losses_at_context(
         window: number of keys that each of the `context` tokens attends to, itself included, for a Transformer-XL;
             "none": all; None: the model's configuration. Tokens before the window have an influence through several
             layers.
-        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
-        dtype: "float32", or "bfloat16" for autocast.
         progress: called with the number of tokens read so far and their total number.
     """
     settings = _windowed(context, window, clamp_len, batch_size, dtype)
@@ -136,21 +131,14 @@ def losses_at_contexts(
     dtype: str = "float32",
     progress: Progress | None = None,
 ) -> dict[int, Float64[Tensor, " targets"]]:
-    """Return `losses_at_context` for several lengths, also for models that read at most `model.context` tokens at once.
+    """Return `losses_at_context` by length for one or more contexts, at less cost than one by one.
 
-    For a model with such a limit, the losses at longer contexts are equal to those at the limit, as the paper's row for
-    its Transformer (128 throughout, Table 8) suggests.
+    For a model that reads at most `model.context` tokens at once, the losses at longer contexts are equal to those at
+    this limit, as the paper's row for its Transformer (128 throughout, Table 8) suggests.
 
     Contexts that begin at the same token are read as one window, because the loss after c tokens does not depend on
     later tokens. Targets therefore cost less if they are closer together than the longest context, at a distance that
     is a multiple or a divisor of the step between contexts.
-
-    Args:
-        contexts: context lengths c, one or more.
-        model, tokens, targets, batch_size, window, clamp_len, dtype, progress: as for `losses_at_context`.
-
-    Returns:
-        losses in nats by context length, [targets] each.
     """
     if len(contexts) == 0:
         raise UserError("no contexts were given", expected="one or more lengths")
@@ -163,22 +151,11 @@ def losses_at_contexts(
 
 
 def sliding_losses(
-    model: LanguageModel,
-    tokens: TokenIds,
-    *,
-    contexts: Sequence[int],
-    batch_size: int = WINDOWS,
-    max_tokens: int | None = None,
+    model: LanguageModel, tokens: TokenIds, contexts: Sequence[int], *, batch_size: int, max_tokens: int | None
 ) -> dict[int, float]:
-    """Return the mean loss of `evaluate_sliding` in nats for several contexts, at the cost of the longest one.
-
-    Args:
-        model, tokens, batch_size, max_tokens: as for `evaluate_sliding`.
-        contexts: window lengths L in tokens, one or more.
-    """
-    settings = Settings(_positive("context", min(contexts)), 0, "none", None, batch_size, max_tokens)
-    ids = _ids(model, tokens, settings)
-    losses = _read(model, ids, np.arange(1, len(ids)), contexts, settings)
+    """Return the mean loss of `evaluate_sliding` in nats for several contexts, at the cost of the longest one."""
+    settings = Settings(min(contexts), 0, "none", None, batch_size, max_tokens)
+    losses = _losses_of(model, tokens, contexts, None, settings)
     return dict(zip(contexts, losses.mean(dim=0).tolist(), strict=True))
 
 
@@ -186,20 +163,19 @@ def _windowed(context: int, window: Limit, clamp_len: Limit, batch_size: int, dt
     """Return the settings for reading contexts without memory, through a window of keys."""
     # A state needs enough memory for its window, although this memory stays empty.
     mem_len = window - 1 if isinstance(window, int) else 0 if window == "none" else None
-    return Settings(_positive("context", context), mem_len, window, clamp_len, batch_size, dtype=dtype)
+    return Settings(_positive(context), mem_len, window, clamp_len, batch_size, dtype=dtype)
 
 
-def _positive(name: str, number: int) -> int:
-    if number < 1:
-        raise UserError(field=name, value=number, expected="1 or more")
-    return number
+def _positive(context: int) -> int:
+    if context < 1:
+        raise UserError(field="context", value=context, expected="1 or more")
+    return context
 
 
 def _ids(model: LanguageModel, tokens: TokenIds, settings: Settings) -> Int64[np.ndarray, " tokens"]:
-    """Return the token ids to read, all in the vocabulary."""
     ids = checked_ids(tokens, settings.max_tokens).astype(np.int64)
     if len(ids) < 2:
-        raise UserError(f"tokens have shape {list(ids.shape)}", expected="2 tokens or more")
+        raise UserError(f"{len(ids)} tokens are given", expected="2 or more")
     check_ids(torch.from_numpy(ids), model.vocab_size)
     return ids
 
@@ -207,40 +183,25 @@ def _ids(model: LanguageModel, tokens: TokenIds, settings: Settings) -> Int64[np
 def _losses_of(
     model: LanguageModel,
     tokens: TokenIds,
-    contexts: list[int],
-    targets: Sequence[int] | range,
-    settings: Settings,
-    progress: Progress | None,
-) -> Float64[Tensor, "targets C"]:
-    """Return `losses_at_context` for C increasing context lengths that the model can read at once, on the CPU."""
-    ids = _ids(model, tokens, settings)
-    chosen, longest = np.asarray(targets, dtype=np.int64), contexts[-1]
-    if chosen.ndim != 1 or len(chosen) == 0 or chosen.min() < longest or chosen.max() >= len(ids):
-        raise UserError(
-            f"targets do not all have {longest} tokens before them among {len(ids)} tokens",
-            expected=f"one or more indices from {longest} to {len(ids) - 1}",
-        )
-    return _read(model, ids, chosen, contexts, settings, progress)
-
-
-def _read(
-    model: LanguageModel,
-    ids: Int64[np.ndarray, " tokens"],
-    targets: Int64[np.ndarray, " targets"],
     contexts: Sequence[int],
+    targets: Sequence[int] | range | None,
     settings: Settings,
     progress: Progress | None = None,
 ) -> Float64[Tensor, "targets C"]:
-    """Return the loss of each target after each of C contexts, on the CPU."""
-    losses = torch.empty(len(targets) * len(contexts), dtype=torch.float64)
+    """Return the losses of targets (None: all of a stream) after each of C increasing contexts, on the CPU."""
+    ids = _ids(model, tokens, settings)
+    chosen, longest = np.asarray(range(1, len(ids)) if targets is None else targets, dtype=np.int64), contexts[-1]
+    if targets is not None and not (len(targets) and chosen.min() >= longest and chosen.max() < len(ids)):
+        raise UserError("a target is out of range", expected=f"one or more indices from {longest} to {len(ids) - 1}")
+    losses = torch.empty(len(chosen) * len(contexts), dtype=torch.float64)
     with evaluation_mode(model, settings.dtype) as view:
         empty = settings.init_state(view, 1)
-        for places, found, read in window_losses(view, ids, targets, contexts, settings, empty):
+        for places, found, read in window_losses(view, ids, chosen, contexts, settings, empty):
             # On the CPU: the losses of all targets and contexts may be more than a GPU has room for.
             losses[places] = found.cpu()
             if progress is not None:
                 progress(*read)
-    return losses.view(len(targets), len(contexts))
+    return losses.view(len(chosen), len(contexts))
 
 
 def window_losses(
@@ -251,18 +212,10 @@ def window_losses(
     settings: Settings,
     empty: State,
 ) -> Iterator[tuple[Int64[np.ndarray, " losses"], Float64[Tensor, " losses"], tuple[int, int]]]:
-    """Read the windows of targets, at most B at a time.
+    """Read the windows of targets (indices in `ids`), at most `settings.batch_size` at a time, from the state `empty`.
 
     A context that reaches beyond the beginning of the stream is cut off there. Contexts that begin at the same token
     are read as one window, as long as the longest of these contexts.
-
-    Args:
-        view: model in evaluation mode.
-        ids: token ids of the stream.
-        targets: indices of the targets in `ids`.
-        contexts: C context lengths L in tokens, for each target.
-        settings: number of windows B computed at once, and temperature.
-        empty: state of one lane before each window.
 
     Yields:
         indices of the losses in [targets,C], flattened; the losses in nats; numbers of tokens read so far, and in all.

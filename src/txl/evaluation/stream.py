@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from numpy.typing import ArrayLike
-from torch import Tensor, nn
+from torch import Tensor
 
 from txl.config import Lengths, Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
@@ -62,14 +62,13 @@ class Settings:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("segment", "batch_size"):
-            if getattr(self, name) < 1:
-                raise UserError(field=name, value=getattr(self, name), expected="1 or more")
+        for name, least in (("segment", 1), ("batch_size", 1), ("max_tokens", 2)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(field=name, value=value, expected=f"{least} or more")
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(field="dtype", value=self.dtype, expected="float32 or bfloat16")
         validate_temperature(self.temperature)
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise UserError(field="max_tokens", value=self.max_tokens, expected="2 tokens or more")
 
     def init_state(self, model: LanguageModel, n_lane: int) -> State:
         """Return empty memory of these lengths for `n_lane` lanes."""
@@ -81,14 +80,10 @@ class Settings:
 class EvaluationResult:
     """The result of an evaluation, and its settings."""
 
-    nll: float
-    """Mean negative log-likelihood, in nats per token."""
-    tokens: int
-    """Number of targets scored, each exactly once."""
-    dropped: int
-    """Number of targets of the split that were not scored (the first token of the split is no target)."""
-    bytes_per_token: float | None
-    """Mean number of text bytes per token read; None if the text is not known."""
+    nll: float  #: mean negative log-likelihood, in nats per token
+    tokens: int  #: number of targets scored, each exactly once
+    dropped: int  #: number of targets of the split that were not scored (the first token of the split is no target)
+    bytes_per_token: float | None  #: mean number of text bytes per token read; None if the text is not known
     seconds: float
     segment: int
     mem_len: int
@@ -98,22 +93,17 @@ class EvaluationResult:
     exhaustive: bool
     dtype: str
     temperature: float
-    sliding: bool = False
-    """True: each target was predicted from its own window of `segment` tokens (`evaluate_sliding`)."""
-    cache_size: int | None = None
-    """Number of pairs in a continuous cache (`txl.ContinuousCache`); like theta and lambda, None without a cache."""
+    sliding: bool = False  #: each target was predicted from its own window of `segment` tokens (`evaluate_sliding`)
+    cache_size: int | None = None  #: number of pairs in a continuous cache; like theta and lambda, None without one
     cache_theta: float | None = None
     cache_lambda: float | None = None
-    unknown: int | None = None
-    """Number of tokens read that are `<unk>`; None if the vocabulary is not known."""
-    dynamic: JsonObject | None = None
-    """Rule and settings of dynamic evaluation (`txl.evaluate_dynamically`); None if the weights were fixed."""
+    unknown: int | None = None  #: number of tokens read that are `<unk>`; None if the vocabulary is not known
+    dynamic: JsonObject | None = None  #: rule and settings of dynamic evaluation; None if the weights were fixed
 
     @property
     def ppl(self) -> float:
         """Perplexity per token: exp of the mean loss."""
-        # exp of 710 overflows a float64.
-        return math.exp(self.nll) if self.nll < 700 else math.inf
+        return math.exp(self.nll) if self.nll < 700 else math.inf  # exp of 710 overflows a float64
 
     @property
     def bpc(self) -> float:
@@ -145,8 +135,7 @@ class Lanes:
 
     first: tuple[int, ...]
     end: tuple[int, ...]
-    longest: int = 0
-    """Number of targets in the longest lane of all processes."""
+    longest: int = 0  # number of targets in the longest lane of all processes
 
     @classmethod
     def cut(cls, n_token: int, batch_size: int, exhaustive: bool = False) -> Lanes:
@@ -155,7 +144,7 @@ class Lanes:
         if length < 2:
             raise UserError(
                 f"{n_token} tokens in {batch_size} lanes leave {length} a lane",
-                expected="2 a lane, one to read and one to predict",
+                expected="2 a lane",
                 remedy="use fewer lanes or more text",
             )
         if exhaustive:
@@ -163,21 +152,16 @@ class Lanes:
             # last target of the lane before.
             edges = [1 + (n_token - 1) * lane // batch_size for lane in range(batch_size + 1)]
             return cls(tuple(edges[:-1]), tuple(edges[1:]), max(end - first for first, end in pairwise(edges)))
-        starts = [lane * length for lane in range(batch_size)]
+        starts = range(0, batch_size * length, length)
         return cls(tuple(start + 1 for start in starts), tuple(start + length for start in starts), length - 1)
 
     def share(self, processes: Processes) -> Lanes:
         """Return the lanes of this process. All processes get equally many lanes; some lanes may have no target."""
         # Sharded weights are gathered by all processes together: all must read equally many segments of equal shape.
-        missing = -len(self.first) % processes.count
-        padded = Lanes(self.first + (1,) * missing, self.end + (1,) * missing)
-        mine = processes.share(len(padded.first))
-        return Lanes(padded.first[mine.start : mine.stop], padded.end[mine.start : mine.stop], self.longest)
-
-    @property
-    def n_target(self) -> int:
-        """Number of targets in all lanes."""
-        return sum(self.end) - sum(self.first)
+        padding = (1,) * (-len(self.first) % processes.count)
+        mine = processes.share(len(self.first) + len(padding))
+        first, end = ((*edge, *padding)[mine.start : mine.stop] for edge in (self.first, self.end))
+        return Lanes(first, end, self.longest)
 
     def segments(
         self, ids: np.ndarray, segment: int
@@ -189,8 +173,7 @@ class Lanes:
             block = np.zeros((len(self.first), width + 1), dtype=np.int64)
             counted = np.zeros((len(self.first), width), dtype=bool)
             for lane, (first, end) in enumerate(zip(self.first, self.end, strict=True)):
-                stop = min(first + start + width, end)
-                read = ids[first + start - 1 : stop]
+                read = ids[first + start - 1 : min(first + start + width, end)]
                 block[lane, : len(read)] = read
                 counted[lane, : max(0, len(read) - 1)] = True
             both = torch.from_numpy(block)
@@ -214,8 +197,7 @@ def read_lanes(
 
     Args:
         model: model that reads, in the mode in which the step uses it; it makes the state of the lanes.
-        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
-        settings: lanes, segments, lengths, and the number of tokens to read.
+        tokens, settings: what is read, and how.
         step: function that reads a segment; the sum of its losses is the result's.
         segments: number of segments of each lane to read; None: all.
         progress: called with the number of this process's targets scored so far and their total number.
@@ -226,46 +208,26 @@ def read_lanes(
     lanes = Lanes.cut(len(ids), settings.batch_size, settings.exhaustive).share(processes)
     state = settings.init_state(model, len(lanes.first))
     lengths, device = state.lengths, next(model.parameters()).device
-
-    def losses() -> Iterator[tuple[Tensor, int]]:
-        nonlocal state
-        for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
-            # Before the copy to a GPU, where looking at them would wait for the device.
-            check_ids(inputs, model.vocab_size)
-            check_ids(targets, model.vocab_size)
-            # The targets that count are counted on the CPU, because counting them on a GPU would wait for it.
-            mask = counted.to(device)
-            # All segments but the last have one shape: a step that is recorded and replayed belongs into this call.
-            nll, state = step(inputs.to(device), targets.to(device), state, mask)
-            # Masked, not selected: a GPU would have to tell how many are left.
-            yield nll.double().masked_fill(~mask, 0.0), int(counted.sum())
-
-    n_target = lanes.n_target
+    n_target, n_scored = sum(lanes.end) - sum(lanes.first), 0
     if segments is not None:
         n_target = min(n_target, segments * settings.segment * settings.batch_size)
-    total = processes.sum(*sum_losses(losses(), n_target, progress))
-    return result_of(model, tokens, settings, lengths, total, time.perf_counter() - start)
-
-
-def sum_losses(
-    losses: Iterable[tuple[Float[Tensor, " ..."], int]], n_target: int, progress: Progress | None = None
-) -> tuple[float, int]:
-    """Return the sum of losses in nats, and the number of targets.
-
-    Args:
-        losses: losses of some targets at a time, and their number.
-        n_target: total number of targets, for `progress`.
-        progress: called with the number of targets summed so far and their total number.
-    """
-    total, done = torch.zeros((), dtype=torch.float64), 0
-    for nll, count in losses:
-        # In float64, because a float32 sum of 2^24 nats no longer grows by 1. The sum stays on the device: reading it
-        # would wait for a GPU in every step.
-        total = total.to(nll.device) + nll.double().sum()
-        done += count
+    # In float64, because a float32 sum of 2^24 nats no longer grows by 1. The sum stays on the device: reading it would
+    # wait for a GPU in every step.
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
+        # Checked and counted before the copy to a GPU, where looking at them would wait for the device.
+        check_ids(inputs, model.vocab_size)
+        check_ids(targets, model.vocab_size)
+        n_scored += int(counted.sum())
+        mask = counted.to(device)
+        # All segments but the last have one shape: a step that is recorded and replayed belongs into this call.
+        nll, state = step(inputs.to(device), targets.to(device), state, mask)
+        # Masked, not selected: a GPU would have to tell how many are left.
+        total = total + nll.double().masked_fill(~mask, 0.0).sum()
         if progress is not None:
-            progress(done, n_target)
-    return total.item(), done
+            progress(n_scored, n_target)
+    whole = processes.sum(total.item(), n_scored)
+    return result_of(model, tokens, settings, lengths, whole, time.perf_counter() - start)
 
 
 def result_of(
@@ -276,29 +238,28 @@ def result_of(
     total: tuple[float, float] | list[float],
     seconds: float,
 ) -> EvaluationResult:
-    """Return the result of an evaluation.
-
-    Args:
-        model, tokens, settings: what was read, and how.
-        lengths: memory length, window and clamp of the state.
-        total: sum of the losses in nats, and number of targets.
-        seconds: time of the evaluation.
-    """
+    """Return the result of an evaluation from the lengths of its state, and the sum and number of its losses."""
     ids = np.asarray(tokens)[: settings.max_tokens]
-    unknown = None
+    unknown = bytes_per_token = None
     if isinstance(tokens, Tokens):
         unknown = 0 if tokens.unk_id is None else int((ids == tokens.unk_id).sum())
+        if tokens.n_bytes and (len(ids) == len(tokens) or tokens.n_bytes == len(tokens)):
+            bytes_per_token = tokens.n_bytes / len(tokens)
+        elif tokens.n_bytes:
+            # A prefix may have longer or shorter tokens than the whole, so the bytes are counted over what was read.
+            bytes_per_token = (tokens.bytes_of_first(len(ids)) or 0) / len(ids) or None
+    weights = str(next(model.parameters()).dtype).removeprefix("torch.")
     # The sums are divided once, at the end: a mean of means would weight the last, short segment like a full one.
     return EvaluationResult(
         nll=total[0] / total[1],
         tokens=int(total[1]),
         dropped=len(ids) - 1 - int(total[1]),
-        bytes_per_token=bytes_per_token(tokens, len(ids)),
+        bytes_per_token=bytes_per_token,
         seconds=seconds,
         segment=settings.segment,
         batch_size=settings.batch_size,
         exhaustive=settings.exhaustive,
-        dtype=_arithmetic(model, settings.dtype),
+        dtype="bfloat16" if settings.dtype == "bfloat16" else weights,
         temperature=settings.temperature,
         unknown=unknown,
         **asdict(lengths),
@@ -318,10 +279,8 @@ def nll_step(model: LanguageModel, temperature: float) -> Step:
 def checked_ids(tokens: TokenIds, max_tokens: int | None) -> np.ndarray:
     """Return the first `max_tokens` ids of `tokens`, one-dimensional whole numbers."""
     ids = np.asarray(tokens)
-    if ids.ndim != 1:
-        raise UserError(f"tokens have shape {list(ids.shape)}", expected="one dimension")
-    if ids.dtype.kind not in "iu" and len(ids):
-        raise UserError(f"tokens are {ids.dtype}", expected="whole numbers, as the vocabulary encodes them")
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+        raise UserError(f"tokens are {ids.dtype} of shape {list(ids.shape)}", expected="one dimension of whole numbers")
     return ids[:max_tokens]
 
 
@@ -337,36 +296,15 @@ def check_ids(ids: Tensor, vocab_size: int) -> None:
 
 @contextmanager
 def evaluation_mode(model: ModuleT, dtype: str = "float32") -> Iterator[ModuleT]:
-    """Yield a view of the model without dropout, with gradients disabled; the mode of the model itself is unchanged.
-
-    Args:
-        model: any module with weights.
-        dtype: "float32", or "bfloat16" for autocast inside.
-    """
+    """Yield a view of the model without dropout, inside `without_gradients`; the model's own mode is unchanged."""
     with without_gradients(next(model.parameters()).device, dtype):
         yield evaluation_view(model)
 
 
 @contextmanager
 def without_gradients(device: torch.device, dtype: str) -> Iterator[None]:
-    """Disable gradients within the block, and compute products in `dtype`."""
+    """Disable gradients within the block, and compute products in `dtype`: "float32", or "bfloat16" for autocast."""
     # Not inference mode: autocast keeps converted weights only if they could have gradients, and would convert every
     # weight at every use.
     with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16"):
         yield
-
-
-def _arithmetic(model: nn.Module, dtype: str) -> str:
-    """Return the dtype of a model's products for `evaluation_mode`: bfloat16 in autocast, else that of the weights."""
-    return dtype if dtype == "bfloat16" else str(next(model.parameters()).dtype).removeprefix("torch.")
-
-
-def bytes_per_token(tokens: TokenIds, n_read: int) -> float | None:
-    """Return the mean number of text bytes per token of the first `n_read` tokens; None if the text is not known."""
-    if not isinstance(tokens, Tokens) or not tokens.n_bytes:
-        return None
-    if n_read == len(tokens) or tokens.n_bytes == len(tokens):
-        return tokens.n_bytes / len(tokens)
-    # A prefix may have longer or shorter tokens than the whole, so the bytes are counted over what was read.
-    part = tokens.bytes_of_first(n_read)
-    return part / n_read if part else None

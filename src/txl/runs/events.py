@@ -152,7 +152,7 @@ class TrainEvent(LogEvent):
 
 
 class AdaptationSettings(TypedDict):
-    """Rule and settings of dynamic evaluation (`txl.evaluation.dynamic.described`)."""
+    """Rule and settings of dynamic evaluation (`txl.evaluation.dynamic.adapt_with`)."""
 
     rule: str
     learning_rate: float
