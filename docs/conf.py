@@ -55,7 +55,7 @@ RETURNED = "Objects that functions return"
 OBJECTS = {
     "txl.data.prepared.Corpus": "tokens",
     "txl.data.vocabulary.Vocabulary": "encode, decode",
-    "txl.presets.named.Preset": "",
+    "txl.presets.recipe.Preset": "",
 }
 """Classes without a public name, and their documented members."""
 
@@ -231,7 +231,7 @@ def _shown(value: object) -> str:
 
 def presets() -> str:
     """Return a table for each group of presets."""
-    from txl.presets.named import named_presets
+    from txl.presets import named_presets
 
     parts = []
     for group, members in named_presets().items():

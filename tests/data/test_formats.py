@@ -23,7 +23,7 @@ import txl
 from txl.cli import main
 from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
-from txl.minutes.facts import text_facts
+from txl.minutes.measured import text_facts
 
 TEXT = "The river ran by the mill; it turned the wheel — day and night.\n" * 2000
 

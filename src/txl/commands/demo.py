@@ -144,14 +144,14 @@ def _steps(config: RunConfig, options: dict[str, str], device: str) -> int:
     They are at most the configuration's, and those if the size of the vocabulary depends on the text.
     """
     from txl.data.corpora import known_vocabulary_size
+    from txl.minutes import timing
     from txl.minutes.rule import with_copying
-    from txl.minutes.timing import step_seconds
 
     most, data = config.train.steps, config.data
     vocab_size = data.vocab_size if data.unit == "bpe" else known_vocabulary_size(data)
     if vocab_size is None:
         return most
-    seconds = step_seconds(config, vocab_size, device)
+    seconds = timing.timed(timing.training_workload(config, vocab_size, device, must_compile=False)[1], 3, device)
     short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), options)
     least = _LEAST_COPYING if short.model.first_weights == "induction" else _LEAST
     steps = steps_within(_SECONDS, seconds, least, most)

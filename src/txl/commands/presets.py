@@ -25,7 +25,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the presets with their sizes and published results; sources, vocabularies and widths with --json."""
-    from txl.presets.named import named_presets
+    from txl.presets import named_presets
 
     groups: dict[str, list[JsonObject]] = {}
     for group, members in named_presets().items():

@@ -1,41 +1,30 @@
-"""Choice of a run for a text, this machine and a number of minutes: `txl train --minutes`.
-
-The rule is in `txl.minutes.rule`. This module examines and prepares the text, and measures the machine's speed.
-"""
+"""Facts about a text and measurements of this machine, for which `txl.minutes.rule` chooses a run."""
 
 from __future__ import annotations
 
+import codecs
 import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
 import torch
+import zstandard
 
 from txl.config import RunConfig, validate, with_options
 from txl.data.bpe import BpeVocabulary
-from txl.data.corpora import Corpus, open_corpus, refuse_unused, with_absolute_paths
+from txl.data.corpora import STDLIB, Corpus, open_corpus, own_files, refuse_unused, with_absolute_paths
 from txl.data.counting import BPE_TRAINING_BYTES
 from txl.data.lanes import LaneStream
+from txl.data.pieces import BLOCK
+from txl.data.standard_library import stdlib_pieces
+from txl.data.user_text import user_pieces
 from txl.errors import UserError
-from txl.minutes.facts import TextFacts, text_facts
-from txl.minutes.rule import (
-    AIM,
-    BATCHES,
-    SHAPES,
-    SMALLEST,
-    StepTimes,
-    TokenizedText,
-    base_run,
-    check_steps,
-    choose,
-    configured,
-    data_for,
-    planned,
-    reasons,
-)
+from txl.minutes import rule
+from txl.minutes.rule import StepTimes, TextFacts
 from txl.minutes.timing import seconds_of, training_workload
 from txl.runs.environment import memory_bytes, multiplies_bfloat16
 from txl.training.building import check_trainable
@@ -44,15 +33,15 @@ from txl.training.estimate import estimate
 from txl.training.parallel import TrainedModel
 from txl.training.validation import check_validation_split, evaluate_in_training
 
+_LOOKED_AT = 64 * BLOCK  # bytes read from the beginning; the rest of a longer text is assumed to be similar
+_SAMPLE = 1 << 19  # bytes of the text in `TextFacts.sample`
+_FAR = 27  # base-2 logarithm of the largest distance, in bytes, over which repetition is found
 # Least time in seconds, and least number of steps, for which each configuration is timed. On an H200, the choice among
 # 13 configurations took 42 s with a second for each.
 _TIMED_SECONDS, _TIMED_SECONDS_ON_GPU, _TIMED_STEPS = 1.0, 0.2, 3
-# Characters passed to the BPE library at once while a sample is timed; its threads share them.
-_SAMPLE_CHUNK = 1 << 14
-# Share of the minutes; a configuration whose first step takes longer is timed by that step alone.
-_LONG_STEP_SHARE = 0.005
-# Largest estimated memory of a configuration, as a share of the machine's memory.
-_MOST_MEMORY = 0.6
+_SAMPLE_CHUNK = 1 << 14  # characters passed to the BPE library at once while a sample is timed; its threads share them
+_LONG_STEP_SHARE = 0.005  # of the minutes; a configuration whose first step takes longer is timed by that step alone
+_MOST_MEMORY = 0.6  # largest estimated memory of a configuration, as a share of the machine's memory
 
 
 @dataclass(frozen=True)
@@ -85,43 +74,74 @@ def run_in_minutes(
     Raises:
         UserError: if the text is too small, the time too short, or the options break a rule.
     """
-    base = base_run(minutes, multiplies_bfloat16(device))
+    base = rule.base_run(minutes, multiplies_bfloat16(device))
     base.train.capture = can_capture(with_options(base, options), device)
-    data = with_absolute_paths(with_options(base, options).data)
-    _check_options(base, options, device)
-    facts = text_facts(data.corpus)
-    if facts.bytes < SMALLEST:
-        problem = f"has {facts.bytes:,} bytes to train on"
-        remedy = "choose a preset (txl presets)"
-        raise UserError(problem, value=data.corpus, expected=f"{SMALLEST:,} or more", remedy=remedy)
+    check_options(base, options, device)
+    name = with_absolute_paths(with_options(base, options).data).corpus
+    facts = text_facts(name)
+    if facts.bytes < rule.SMALLEST:
+        problem, remedy = f"has {facts.bytes:,} bytes to train on", "choose a preset (txl presets)"
+        raise UserError(problem, value=name, expected=f"{rule.SMALLEST:,} or more", remedy=remedy)
 
     def bpe_seconds(vocab_size: int) -> float:
         return 0.0 if "data.unit" in options else measured_bpe(facts, int(options.get("data.vocab_size", vocab_size)))
 
-    base.data = replace(data_for(facts, 60 * minutes, bpe_seconds), corpus=data.corpus)
-    refuse_unused(with_options(base, options).data, options)
+    base.data = replace(rule.data_for(facts, 60 * minutes, bpe_seconds), corpus=name)
+    data = with_options(base, options).data
+    refuse_unused(data, options)
     looked = time.perf_counter()
-    corpus = open_corpus(data.corpus, config=with_options(base, options).data, data_dir=data_dir, quiet=quiet)
+    corpus = open_corpus(name, config=data, data_dir=data_dir, quiet=quiet)
     prepared = time.perf_counter() - looked
-    splits = {name: len(corpus.tokens(name)) for name in ("train", "valid")}
-    text = TokenizedText(facts, splits["train"], splits["valid"], len(corpus.vocabulary))
-    smallest = configured(base, *SHAPES[0], BATCHES[0], options)
+    tokens = {split: len(corpus.tokens(split)) for split in ("train", "valid")}
+    text = rule.TokenizedText(facts, tokens["train"], tokens["valid"], len(corpus.vocabulary))
+    smallest = rule.configured(base, *rule.SHAPES[0], rule.BATCHES[0], options)
     check_validation_split(smallest, corpus)
     _check_lanes(smallest, corpus)
 
-    longest = _LONG_STEP_SHARE * 60 * minutes
-
     def left() -> float:
-        return AIM * 60 * minutes - (time.perf_counter() - began)
+        return rule.AIM * 60 * minutes - (time.perf_counter() - began)
 
-    def measure(run: RunConfig) -> StepTimes:
-        return measured_speed(run, corpus, device, longest)
-
-    choice = choose(base, text, left(), measure, options)
+    longest = _LONG_STEP_SHARE * 60 * minutes
+    choice = rule.choose(base, text, left(), lambda run: measured_speed(run, corpus, device, longest), options)
     seconds = left()  # measured again, because timing took some time
-    choice = replace(planned(choice.run, text, seconds, choice.speed, options), tried=choice.tried)
-    check_steps(choice, seconds)
-    return MinutesRun(choice.run, reasons(choice, text, minutes, prepared, options))
+    choice = replace(rule.planned(choice.run, text, seconds, choice.speed, options), tried=choice.tried)
+    rule.check_steps(choice, seconds)
+    return MinutesRun(choice.run, rule.reasons(choice, text, minutes, prepared, options))
+
+
+def text_facts(corpus: str) -> TextFacts:
+    """Return facts about the training split of a user's text (file, folder or glob) or the standard library's sources.
+
+    Raises:
+        UserError: if the text does not exist or cannot be read.
+    """
+    if corpus != STDLIB:
+        own_files(corpus)  # if there is no such file, the error lists the named corpora
+    pieces = (stdlib_pieces("bpe") if corpus == STDLIB else user_pieces(corpus))["train"]
+    size = sum(sum(map(len, piece.blocks())) if piece.size is None else piece.size for piece in pieces)
+    compressor = zstandard.ZstdCompressor(
+        compression_params=zstandard.ZstdCompressionParameters.from_level(3, enable_ldm=True, window_log=_FAR)
+    ).compressobj()
+    share = _SAMPLE / max(_SAMPLE, min(size, _LOOKED_AT))
+    looked_at, compressed, is_text = 0, 0, True
+    characters: set[str] = set()
+    sample = []
+    for piece in pieces:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        for block in chain(piece.blocks(), [b""]):
+            if looked_at >= _LOOKED_AT:  # counted in bytes, because small files yield small blocks
+                break
+            looked_at += len(block)
+            compressed += len(compressor.compress(block))
+            try:
+                text = decoder.decode(block, final=not block) if is_text else ""
+            except UnicodeDecodeError:
+                is_text, text = False, ""
+            characters.update(text)
+            sample.append(text[: math.ceil(share * len(text))])
+    compressed += len(compressor.flush())
+    n_character = len(characters) if is_text and "\0" not in characters else 0
+    return TextFacts(size, round(compressed * size / max(1, looked_at)), n_character, "".join(sample))
 
 
 def measured_bpe(facts: TextFacts, vocab_size: int) -> float:
@@ -142,9 +162,9 @@ def measured_bpe(facts: TextFacts, vocab_size: int) -> float:
     return long + per_byte * max(0, min(facts.bytes, BPE_TRAINING_BYTES) - size) + encoding
 
 
-def _check_options(base: RunConfig, options: dict[str, str], device: str) -> None:
+def check_options(base: RunConfig, options: dict[str, str], device: str) -> None:
     """Refuse options that break a rule for every choice of steps and learning rate, or that the device lacks."""
-    run = configured(base, *SHAPES[0], BATCHES[0], {})
+    run = rule.configured(base, *rule.SHAPES[0], rule.BATCHES[0], {})
     run.train.steps, run.train.learning_rate = 10**9, 1.0
     run = with_options(run, options)
     validate(run)
@@ -159,21 +179,15 @@ def _check_lanes(run: RunConfig, corpus: Corpus) -> None:
 def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
     """Time training steps of a configuration on random tokens, and its evaluation on part of the validation split.
 
-    Return infinite times if its lanes are shorter than a segment, or the machine's memory is too small for it.
-
-    Args:
-        run: configuration to time.
-        corpus: corpus with the validation split.
-        device: device that trains and evaluates.
-        longest: time in seconds; if the first step takes longer, no other step is timed.
+    Return infinite times if its lanes are shorter than a segment, or the machine's memory is too small for it. If the
+    first step takes longer than `longest` seconds, no other step is timed.
     """
-    vocab_size = len(corpus.vocabulary)
     too_large = StepTimes(math.inf, math.inf)
     try:
         _check_lanes(run, corpus)
     except UserError:
         return too_large
-    if estimate(run, vocab_size, device).total_bytes > _MOST_MEMORY * memory_bytes(device):
+    if estimate(run, len(corpus.vocabulary), device).total_bytes > _MOST_MEMORY * memory_bytes(device):
         return too_large
     with suppress(torch.OutOfMemoryError):  # if another program uses a part of the GPU's memory
         return _timed(run, corpus, device, longest)

@@ -10,13 +10,11 @@ tokens, but fewer if the text repeats itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Callable, Container
+from dataclasses import dataclass, field, replace
 
-from txl.config import DataConfig, ModelConfig, RunConfig, TransformerXLConfig, planned_name, validate, with_options
+from txl.config import DataConfig, RunConfig, TransformerXLConfig, planned_name, validate, with_options
 from txl.errors import UserError
-from txl.minutes.facts import TextFacts
 from txl.presets import preset
 from txl.units import duration, duration_text
 
@@ -46,7 +44,18 @@ SURELY_PREPARED = 1e5
 VOCABULARIES = ((500_000, 1024), (2_000_000, 2048), (math.inf, 4096))
 MOST_COPYING = 2000  # most steps of a run that begins with heads that copy (`model.init induction`)
 
-_Setting = TypeVar("_Setting")
+
+@dataclass(frozen=True)
+class TextFacts:
+    """Facts about the training split of a text."""
+
+    bytes: int
+    compressed_bytes: int
+    """Estimated size after compression by zstandard, which finds repetition at any earlier place within 128 MiB."""
+    characters: int
+    """Number of different characters; 0 if the text is not UTF-8 or holds NUL bytes, so that only bytes can be read."""
+    sample: str = field(default="", repr=False)
+    """Parts of the text, from all of it that was looked at; the whole text if it is short."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,6 @@ class ChosenRun:
     expected: float
     """Expected loss, in nats per token above the part that no model can predict."""
     passes: float
-    """Passes over the text."""
     own_passes: float
     """Passes over the text's own tokens."""
     seconds: float
@@ -95,12 +103,7 @@ class ChosenRun:
 
 
 def base_run(minutes: float, bfloat16: bool) -> RunConfig:
-    """Return the configuration that all choices are based on: the recipe of stdlib-bpe, named after the minutes.
-
-    Args:
-        minutes: number of minutes that the user gave.
-        bfloat16: True if the machine multiplies bfloat16 faster than float32.
-    """
+    """Return the configuration that all choices are based on: the recipe of stdlib-bpe, named after the minutes."""
     run = preset("stdlib-bpe")
     run.name = planned_name(minutes)
     run.train.dtype = "bfloat16" if bfloat16 else "float32"
@@ -110,15 +113,11 @@ def base_run(minutes: float, bfloat16: bool) -> RunConfig:
 def data_for(text: TextFacts, seconds: float, bpe_seconds: Callable[[int], float]) -> DataConfig:
     """Return the unit for a text, and the size of a BPE vocabulary, for the case that the user asks for one.
 
-    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes more than a quarter of the time to prepare.
-
-    Args:
-        text: facts about the text.
-        seconds: all of the time.
-        bpe_seconds: function that estimates the time of preparing a BPE vocabulary of a size and its tokens.
+    The unit is `bpe`, or `byte` if the file is not UTF-8 or BPE takes more than a quarter of the `seconds` to prepare.
+    `bpe_seconds` estimates the time of preparing a BPE vocabulary of a size and its tokens.
     """
     vocab_size, most = next(size for least, size in VOCABULARIES if text.bytes < least), seconds / 4
-    reads_bytes = not text.is_text or (text.bytes / SURELY_PREPARED > most and bpe_seconds(vocab_size) > most)
+    reads_bytes = not text.characters or (text.bytes / SURELY_PREPARED > most and bpe_seconds(vocab_size) > most)
     return DataConfig(unit="byte" if reads_bytes else "bpe", vocab_size=vocab_size)
 
 
@@ -145,8 +144,8 @@ def choose(
         UserError: if time or memory are too small for the smallest model, or the options break a rule.
     """
     # The user's options may fix a part of the shape, or the batch: then several of these are the same.
-    shapes = _different(SHAPES, lambda shape: configured(base, *shape, BATCHES[0], options))
-    batches = _different(BATCHES, lambda batch: configured(base, *SHAPES[0], batch, options))
+    shapes = list(dict.fromkeys(_shape(layers, width, options) for layers, width in SHAPES))
+    batches = BATCHES[:1] if "train.batch_size" in options else BATCHES
     count = 0
 
     def tried(shape: int, batch: int) -> ChosenRun:
@@ -176,12 +175,6 @@ def choose(
     return replace(best, tried=count)
 
 
-def _different(settings: Sequence[_Setting], configured_with: Callable[[_Setting], RunConfig]) -> list[_Setting]:
-    """Return the settings without those that give the same configuration as the one before."""
-    runs = [configured_with(setting) for setting in settings]
-    return [setting for i, setting in enumerate(settings) if i == 0 or runs[i] != runs[i - 1]]
-
-
 def check_steps(choice: ChosenRun, seconds: float) -> None:
     """Refuse a choice with too few steps; `seconds` is the time left for training and evaluations."""
     if choice.run.train.steps < FEWEST_STEPS:
@@ -190,9 +183,13 @@ def check_steps(choice: ChosenRun, seconds: float) -> None:
         raise UserError(problem, field="minutes", expected=f"time for {FEWEST_STEPS} steps or more", remedy=remedy)
 
 
+def _shape(layers: int, width: int, options: dict[str, str]) -> tuple[int, int]:
+    return int(options.get("model.n_layer", layers)), int(options.get("model.d_model", width))
+
+
 def configured(base: RunConfig, layers: int, width: int, lanes: int, options: dict[str, str]) -> RunConfig:
     """Return a copy of `base` with a shape, a number of lanes and the user's options."""
-    layers, width = int(options.get("model.n_layer", layers)), int(options.get("model.d_model", width))
+    layers, width = _shape(layers, width, options)
     run = RunConfig.from_dict(base.to_dict())
     run.model = replace(
         run.model, n_layer=layers, d_model=width, n_head=max(1, width // 32), d_head=32, d_inner=3 * width
@@ -202,21 +199,14 @@ def configured(base: RunConfig, layers: int, width: int, lanes: int, options: di
 
 
 def with_copying(run: RunConfig, options: dict[str, str]) -> RunConfig:
-    """Return the run with the user's options; a short one begins with heads that copy, if the options allow it.
-
-    Families other than Transformer-XL have no such heads.
-    """
-    if not isinstance(run.model, TransformerXLConfig):
-        return with_options(run, options)
-    usual = with_options(replace(run, model=replace(run.model, init="normal")), options)
-    if usual.train.steps > MOST_COPYING or "model.init" in options or not can_copy(usual.model):
-        return usual
-    return with_options(usual, {"model.init": "induction"})
-
-
-def can_copy(model: ModelConfig) -> bool:
-    """Return whether a model may begin with heads that copy (`model.init induction`)."""
-    return isinstance(model, TransformerXLConfig) and model.induction_obstacle() is None
+    """Return the run with the user's options; a short one begins with heads that copy, where possible."""
+    if isinstance(run.model, TransformerXLConfig):  # a run that is planned again may have become longer
+        run = replace(run, model=replace(run.model, init="normal"))
+    run = with_options(run, options)
+    can_copy = isinstance(run.model, TransformerXLConfig) and run.model.induction_obstacle() is None
+    if can_copy and run.train.steps <= MOST_COPYING and "model.init" not in options:
+        return with_options(run, {"model.init": "induction"})
+    return run
 
 
 def with_dropout(run: RunConfig, own_passes: float) -> RunConfig:
@@ -236,11 +226,12 @@ def planned(
         return ChosenRun(run, math.inf, 0.0, 0.0, math.inf, speed, False)
     run = RunConfig.from_dict(run.to_dict())
     train, per_step = run.train, run.train.tokens_per_step
-    evaluated = _EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token
-    evaluated = min(text.valid_tokens, max(100 * run.validation_lanes, int(evaluated)))
     own = with_options(run, options).train
     if "train.eval_tokens" in options:
         evaluated = min(own.eval_tokens or text.valid_tokens, text.valid_tokens)
+    else:
+        in_time = int(_EVALUATION_SHARE * seconds / _EVALUATIONS / speed.evaluated_token)
+        evaluated = min(text.valid_tokens, max(100 * run.validation_lanes, in_time))
     one = evaluated * speed.evaluated_token
     if "train.eval_every" in options:  # the last step is always evaluated, unless no step is
         last, per_evaluation = (one, one / own.eval_every) if own.eval_every else (0.0, 0.0)
@@ -249,20 +240,25 @@ def planned(
         in_time = int((seconds - _EVALUATIONS * one) / speed.step)
     useful = max(FEWEST_STEPS, int(MOST_PASSES * text.own_tokens / per_step))
     train.steps = max(1, min(in_time, useful))
-    passes = train.steps * per_step / text.train_tokens
     train.learning_rate = rate_of(train.steps)
     train.warmup_steps = max(1, round(0.05 * train.steps))
-    train.eval_every = max(1, math.ceil(train.steps / _EVALUATIONS))
+    train.eval_every = train.checkpoint_every = max(1, math.ceil(train.steps / _EVALUATIONS))
     train.eval_tokens = None if evaluated == text.valid_tokens else evaluated
-    train.checkpoint_every = train.eval_every
     train.log_every = max(1, round(train.steps / 40))
+    tokens = train.steps * per_step
     run = with_options(run, options)
     train = run.train
-    taken = train.steps * speed.step + (one * math.ceil(train.steps / train.eval_every) if train.eval_every else 0.0)
-    train.planned_minutes = taken / 60
-    own_passes = train.steps * per_step / text.own_tokens
-    loss = expected_loss(run, text, train.steps)
-    return ChosenRun(with_copying(run, options), loss, passes, own_passes, taken, speed, useful < in_time)
+    seconds = train.steps * speed.step + (one * math.ceil(train.steps / train.eval_every) if train.eval_every else 0.0)
+    train.planned_minutes = seconds / 60
+    return ChosenRun(
+        with_copying(run, options),
+        expected_loss(run, text, train.steps),
+        tokens / text.train_tokens,
+        train.steps * per_step / text.own_tokens,
+        seconds,
+        speed,
+        useful < in_time,
+    )
 
 
 def rate_of(steps: int) -> float:
@@ -291,35 +287,29 @@ def reasons(
 ) -> tuple[str, str, str]:
     """Return three lines that describe a choice and its reasons: text, model and training.
 
-    Args:
-        choice: chosen configuration.
-        text: training text.
-        minutes: number of minutes that the user gave.
-        prepared: time that preparing the text took, in seconds.
-        options: names of the user's options.
+    `minutes` and the names of `options` are those that the user gave; preparing the text took `prepared` seconds.
     """
-    facts, run = text.facts, choice.run
-    script = f"{facts.characters:,} different characters" if facts.is_text else "not UTF-8 text (see txl data info)"
-    size = f"{text.vocab_size:,}"
-    units = {"byte": "bytes", "char": "characters", "bpe": f"a BPE vocabulary of {size}", "word": f"{size} words"}
-    unit, per_token = units[run.data.unit], f", {facts.bytes / text.train_tokens:.2f} bytes per token"
-    per_token = per_token if run.data.unit in ("bpe", "word") else ""
-    why = ""
-    if run.data.unit == "byte" and facts.is_text and "data.unit" not in options:
-        why = " (BPE would take too long to prepare)"
-    model, train = run.model, run.train
-    rate = f", dropout {model.dropout:g}" if model.dropout else ""
-    rate += ", heads that copy" if model.first_weights == "induction" else ""
-    compared = "shape and batch were given"
-    if choice.tried > 1:
-        compared = f"lowest expected loss of {choice.tried} configurations timed"
-    end = "; more passes would not help, so it ends early" if choice.ends_early else ""
+    facts, model, train = text.facts, choice.run.model, choice.run.train
+    script = f"{facts.characters:,} different characters" if facts.characters else "not UTF-8 text (see txl data info)"
+    per_token = f"{facts.bytes / text.train_tokens:.2f} bytes per token"
+    unit = {
+        "byte": "bytes",
+        "char": "characters",
+        "bpe": f"a BPE vocabulary of {text.vocab_size:,}, {per_token}",
+        "word": f"{text.vocab_size:,} words, {per_token}",
+    }[choice.run.data.unit]
+    if choice.run.data.unit == "byte" and facts.characters and "data.unit" not in options:
+        unit += " (BPE would take too long to prepare)"
+    extras = f", dropout {model.dropout:g}" if model.dropout else ""
+    extras += ", heads that copy" if model.first_weights == "induction" else ""
+    compared = f"lowest expected loss of {choice.tried} configurations timed"
     return (
         f"text: {facts.bytes:,} bytes to train on, {script}, compresses {facts.bytes / facts.compressed_bytes:.1f} "
-        f"times: {unit}{per_token}{why}, prepared in {duration_text(prepared)}",
+        f"times: {unit}, prepared in {duration_text(prepared)}",
         f"model: {model.n_layer} layers of width {model.d_model}, {train.batch_size} x "
         f"{train.tokens_per_step // train.batch_size} tokens a step in {train.dtype}: {choice.speed.step:.3g} s a step "
-        f"here; {compared}",
-        f"training: {train.steps:,} steps, {choice.passes:.3g} passes over the text{rate}, in "
-        f"{duration_text(choice.seconds)} with evaluations, of the {minutes:g} minutes{end}",
+        f"here; {compared if choice.tried > 1 else 'shape and batch were given'}",
+        f"training: {train.steps:,} steps, {choice.passes:.3g} passes over the text{extras}, in "
+        f"{duration_text(choice.seconds)} with evaluations, of the {minutes:g} minutes"
+        + ("; more passes would not help, so it ends early" if choice.ends_early else ""),
     )

@@ -24,11 +24,6 @@ def timed(step: Callable[[], None], steps: int, device: str) -> float:
     return median([seconds_of(step, device) for _ in range(steps + 2)][2:])
 
 
-def step_seconds(run: RunConfig, vocab_size: int, device: str) -> float:
-    """Return the median time of three training steps of a new model, see `training_workload`."""
-    return timed(training_workload(run, vocab_size, device, must_compile=False)[1], 3, device)
-
-
 def seconds_of(step: Callable[[], None], device: str) -> float:
     """Return the time of one step in seconds, including its work on the device."""
     synchronize(device)
@@ -52,15 +47,9 @@ def training_workload(
     Tokens are random, and memory is full from the start. On a GPU the first steps are made here: in them kernels are
     compiled, libraries initialise themselves, and with `train.capture` the step is recorded.
 
-    Args:
-        run: configuration with the model and the training settings.
-        vocab_size: number of tokens V that the model knows.
-        device: device that trains.
-        must_compile: True to refuse `train.compile` without a working compiler; False: the layers then run eagerly, as
-            in training.
-
     Raises:
-        UserError: if the device or the model cannot be trained in this way.
+        UserError: if the device or the model cannot be trained in this way, or with `must_compile` if `train.compile`
+            finds no working compiler. Without it the layers then run eagerly, as in training.
     """
     train = run.train
     check_trainable(run, device)
@@ -73,8 +62,8 @@ def training_workload(
     shape = train.batch_size, train.segment * train.backprop_segments
     take_step = CapturedStep() if train.capture else training_step
     trained = TrainedModel(model)
-    states = [model.init_state(train.batch_size // train.micro_batches) for _ in range(train.micro_batches)]
-    states = [state.filled_with_noise() for state in states]
+    lanes = train.batch_size // train.micro_batches
+    states = [model.init_state(lanes).filled_with_noise() for _ in range(train.micro_batches)]
 
     def step() -> None:
         nonlocal states

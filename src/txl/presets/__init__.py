@@ -1,6 +1,6 @@
 """Presets: the paper's configurations, each with its source and published result, and small ones for a CPU.
 
-`import txl` imports this module, so the configurations (`txl.presets.named`) are only loaded on first use.
+`import txl` imports this module, so the configurations are only loaded on first use.
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ if TYPE_CHECKING:
     from txl.presets.recipe import Preset
 
 
+def named_presets() -> dict[str, list[Preset]]:
+    """Return all presets, grouped by purpose, with the paper's models first."""
+    from txl.presets.baselines import BASELINES, SMALL_BASELINES
+    from txl.presets.published import ABLATIONS, PAPER, VANILLA
+    from txl.presets.small import SMALL, SMALL_ABLATIONS
+
+    return {
+        "the paper's models": PAPER,
+        "models that the paper compares with": [*VANILLA, *BASELINES],
+        "this project's, for a CPU (wikitext-2: the recipe of ptb)": [*SMALL, *SMALL_BASELINES],
+        "rows of the ablations, Tables 6, 7 and 10": [*ABLATIONS, *SMALL_ABLATIONS],
+    }
+
+
 def presets() -> dict[str, Preset]:
     """Return all presets by name, the paper's models first."""
-    from txl.presets.named import named_presets
-
     return {preset.name: preset for group in named_presets().values() for preset in group}
 
 

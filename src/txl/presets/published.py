@@ -9,8 +9,7 @@ set here have the defaults of `txl.config`: Adam without weight decay, gradients
 from __future__ import annotations
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig, VanillaConfig
-from txl.presets.ablation import TABLE_6, TABLE_7, TABLE_10, ablation_presets
-from txl.presets.recipe import Preset, changed
+from txl.presets.recipe import TABLE_6, TABLE_7, TABLE_10, Preset, ablation_presets, changed
 
 TEXT8, ENWIK8, BYTES, PTB, WIKITEXT_2, WIKITEXT_103, LM1B = 27, 204, 256, 10_000, 33_278, 267_735, 793_472
 """Sizes of the vocabularies in tokens."""
@@ -36,12 +35,6 @@ _ENWIK8_24L = RunConfig(
     train=TrainConfig(steps=400_000, batch_size=64, segment=768, learning_rate=2.5e-4, warmup_steps=4000),
     eval=EvalConfig(segment=128, mem_len=3800, window=3800, clamp_len=1000),
 )
-# 88M parameters, attention lengths 784 and 3,800. The shape lies between those with 12 and 24 layers: 8 heads as in
-# both, d_model 640, and the d_inner that gives 88.6M.
-_ENWIK8_18L = changed(
-    _ENWIK8_24L, "enwik8-18L",
-    model={"n_layer": 18, "d_model": 640, "d_head": 80, "d_inner": 2240, "mem_len": 784}, train={"segment": 784},
-)
 _CHARACTERS = {"corpus": "text8", "unit": "char"}
 _WT103_BASE = RunConfig(
     name="wt103-base",
@@ -53,23 +46,6 @@ _WT103_BASE = RunConfig(
     train=TrainConfig(steps=200_000, batch_size=60, segment=150, learning_rate=2.5e-4),
     eval=EvalConfig(segment=64, mem_len=640, window=640, clamp_len=400),
 )
-# 285M parameters; 257M according to the paper.
-_WT103_LARGE = changed(
-    _WT103_BASE, "wt103-large",
-    model={
-        "n_layer": 18, "d_model": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096, "mem_len": 384,
-        "dropout": 0.2, "dropatt": 0.2, "div_val": 4,
-    },
-    train={"steps": 4_000_000, "batch_size": 128, "segment": 384, "warmup_steps": 16_000, "eval_every": 10_000},
-    eval={"segment": 128, "mem_len": 1600, "window": 1600, "clamp_len": 1000},
-)
-# The slightly smaller model of Table 6, with segments of 128. Layers, heads and widths are those of the paper's Penn
-# Treebank model, with the d_inner that gives 128M. It is tested at the attention length for which Table 6 has 26.77.
-_WT103_ABLATION = changed(
-    _WT103_BASE, "wt103-ablation",
-    model={"d_model": 380, "d_head": 38, "d_inner": 1200, "mem_len": 128}, train={"segment": 128},
-    eval={"mem_len": 500, "window": 500},
-)
 # 358M parameters by the authors' script; 0.46B in the paper.
 _LM1B_BASE = RunConfig(
     name="lm1b-base",
@@ -80,17 +56,6 @@ _LM1B_BASE = RunConfig(
     data=DataConfig(corpus="lm1b", unit="word"),
     train=TrainConfig(steps=500_000, batch_size=224, segment=32, learning_rate=2.5e-4, warmup_steps=20_000),
     eval=EvalConfig(segment=32, mem_len=128, window=128),
-)
-_LM1B_LARGE = changed(
-    _LM1B_BASE, "lm1b-large",
-    model={
-        "n_layer": 24, "d_model": 1280, "n_head": 16, "d_head": 80, "d_inner": 8192, "dropout": 0.05, "dropatt": 0.05
-    },
-    train={"steps": 1_200_000, "batch_size": 512, "warmup_steps": 30_000},
-)
-# The model of Table 7 has 20 layers and about 0.3B parameters: lm1b-base with two more layers and half the d_inner.
-_LM1B_ABLATION = changed(
-    _LM1B_BASE, "lm1b-ablation", model={"n_layer": 20, "d_inner": 2048}, train={"steps": 400_000}
 )
 # The recipe that the authors published later. The attention in their code has fewer parameters than that in the paper's
 # equations (R goes through the layer's key projection, and u = v = W_q R_0), and d_inner is 900. The paper's attention
@@ -113,15 +78,18 @@ _PTB = RunConfig(
     ),
     eval=EvalConfig(segment=10, mem_len=130, batch_size=1, temperature=1.08),
 )
-# 33M parameters, the usual size for this corpus; epochs of 3,060 steps.
-_WIKITEXT_2 = changed(
-    _PTB, "wikitext-2", data={"corpus": "wikitext-2"},
-    train={"steps": 175 * 3060, "average_from": 125 * 3060, "eval_every": 3060},
-)
 
 PAPER = [
     Preset(_ENWIK8_12L, "enwik8, 12 layers", f"Table 2; {_SCRIPTS}", "1.06 bpc", ENWIK8),
-    Preset(_ENWIK8_18L, "enwik8, 18 layers", "Table 2; shape ours, to 88M", "1.03 bpc", ENWIK8),
+    # 88M parameters, attention lengths 784 and 3,800. The shape lies between those with 12 and 24 layers: 8 heads as in
+    # both, d_model 640, and the d_inner that gives 88.6M.
+    Preset(
+        changed(
+            _ENWIK8_24L, "enwik8-18L", train={"segment": 784},
+            model={"n_layer": 18, "d_model": 640, "d_head": 80, "d_inner": 2240, "mem_len": 784},
+        ),
+        "enwik8, 18 layers", "Table 2; shape ours, to 88M", "1.03 bpc", ENWIK8,
+    ),
     Preset(_ENWIK8_24L, "enwik8, 24 layers", f"Table 2; {_SCRIPTS}", "0.99 bpc", ENWIK8),
     Preset(changed(_ENWIK8_12L, "text8-12L", data=_CHARACTERS), "text8, 12 layers", _SCRIPTS, "none", TEXT8),
     Preset(
@@ -129,12 +97,38 @@ PAPER = [
         TEXT8,
     ),
     Preset(_WT103_BASE, "WikiText-103, base", f"Table 1; {_SCRIPTS}", "24.0 ppl", WIKITEXT_103),
-    Preset(_WT103_LARGE, "WikiText-103, large", f"Table 1; {_SCRIPTS}", "18.3 ppl", WIKITEXT_103),
+    Preset(  # 285M parameters; 257M according to the paper
+        changed(
+            _WT103_BASE, "wt103-large",
+            model={
+                "n_layer": 18, "d_model": 1024, "n_head": 16, "d_head": 64, "d_inner": 4096, "mem_len": 384,
+                "dropout": 0.2, "dropatt": 0.2, "div_val": 4,
+            },
+            train={"steps": 4_000_000, "batch_size": 128, "segment": 384, "warmup_steps": 16_000, "eval_every": 10_000},
+            eval={"segment": 128, "mem_len": 1600, "window": 1600, "clamp_len": 1000},
+        ),
+        "WikiText-103, large", f"Table 1; {_SCRIPTS}", "18.3 ppl", WIKITEXT_103,
+    ),
     Preset(_LM1B_BASE, "One Billion Word, base", f"Table 4; {_SCRIPTS}", "23.5 ppl (0.46B)", LM1B),
-    Preset(_LM1B_LARGE, "One Billion Word, large", f"Table 4; {_SCRIPTS}", "21.8 ppl", LM1B),
+    Preset(
+        changed(
+            _LM1B_BASE, "lm1b-large", train={"steps": 1_200_000, "batch_size": 512, "warmup_steps": 30_000},
+            model={
+                "n_layer": 24, "d_model": 1280, "n_head": 16, "d_head": 80, "d_inner": 8192,
+                "dropout": 0.05, "dropatt": 0.05,
+            },
+        ),
+        "One Billion Word, large", f"Table 4; {_SCRIPTS}", "21.8 ppl", LM1B,
+    ),
     Preset(_PTB, "Penn Treebank", "Table 5; the authors' later recipe, d_inner ours", "54.52 ppl", PTB),
 ]
-WORDS_OF_WIKITEXT_2 = Preset(_WIKITEXT_2, "WikiText-2, as ptb", "this project", "none", WIKITEXT_2)
+WORDS_OF_WIKITEXT_2 = Preset(  # 33M parameters, the usual size for this corpus; epochs of 3,060 steps
+    changed(
+        _PTB, "wikitext-2", data={"corpus": "wikitext-2"},
+        train={"steps": 175 * 3060, "average_from": 125 * 3060, "eval_every": 3060},
+    ),
+    "WikiText-2, as ptb", "this project", "none", WIKITEXT_2,
+)
 
 
 def _vanilla(corpus: str, table: int, n_layer: int, dropout: float, published: str) -> Preset:
@@ -172,21 +166,26 @@ VANILLA = [
     _vanilla("text8", 3, 12, 0.2, "1.18 bpc (44M)"),
     _vanilla("text8", 3, 64, 0.55, "1.13 bpc (235M)"),
 ]
+# The slightly smaller model of Table 6, with segments of 128. Layers, heads and widths are those of the paper's Penn
+# Treebank model, with the d_inner that gives 128M. It is tested at the attention length for which Table 6 has 26.77.
+_WT103_ABLATION = changed(
+    _WT103_BASE, "wt103-ablation", train={"segment": 128}, eval={"mem_len": 500, "window": 500},
+    model={"d_model": 380, "d_head": 38, "d_inner": 1200, "mem_len": 128},
+)
+# The model of Table 7 has 20 layers and about 0.3B parameters: lm1b-base with two more layers and half the d_inner.
+_LM1B_ABLATION = changed(
+    _LM1B_BASE, "lm1b-ablation", model={"n_layer": 20, "d_inner": 2048}, train={"steps": 400_000}
+)
+_OF_WT103, _OF_LM1B = "shape ours, to 128M", "Table 7; shape ours, to 0.3B"
 ABLATIONS = [
-    Preset(_WT103_ABLATION, "WikiText-103, ablation", "Table 6; shape ours, to 128M", "26.77 ppl", WIKITEXT_103),
-    *ablation_presets(
-        list(TABLE_6.values())[1:], _WT103_ABLATION, "WikiText-103", "Table 6; shape ours, to 128M", WIKITEXT_103
-    ),
+    Preset(_WT103_ABLATION, "WikiText-103, ablation", f"Table 6; {_OF_WT103}", "26.77 ppl", WIKITEXT_103),
+    *ablation_presets(TABLE_6[1:], _WT103_ABLATION, "WikiText-103", f"Table 6; {_OF_WT103}", WIKITEXT_103),
     Preset(  # the last model of Table 6, with an attention length of 640
         changed(_WT103_BASE, "wt103-ablation-151M"), "WikiText-103, ablation, the standard size",
         f"Table 6; {_SCRIPTS}", "23.09 ppl", WIKITEXT_103,
     ),
-    *ablation_presets(
-        TABLE_10.values(), _WT103_ABLATION, "WikiText-103", "Table 10; shape ours, to 128M", WIKITEXT_103
-    ),
-    Preset(_LM1B_ABLATION, "One Billion Word, ablation", "Table 7; shape ours, to 0.3B", "25.2 ppl", LM1B),
-    *ablation_presets(
-        list(TABLE_7.values())[1:], _LM1B_ABLATION, "One Billion Word", "Table 7; shape ours, to 0.3B", LM1B
-    ),
+    *ablation_presets(TABLE_10, _WT103_ABLATION, "WikiText-103", f"Table 10; {_OF_WT103}", WIKITEXT_103),
+    Preset(_LM1B_ABLATION, "One Billion Word, ablation", _OF_LM1B, "25.2 ppl", LM1B),
+    *ablation_presets(TABLE_7[1:], _LM1B_ABLATION, "One Billion Word", _OF_LM1B, LM1B),
 ]
 # fmt: on

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig, VanillaConfig, as_family
-from txl.presets.ablation import TABLE_6, ablation_presets
 from txl.presets.published import BYTES, PTB, TEXT8, WIKITEXT_2, WIKITEXT_103, WORDS_OF_WIKITEXT_2, WT103_CUTOFFS
-from txl.presets.recipe import Preset, changed
+from txl.presets.recipe import TABLE_6, Preset, ablation_presets, changed
 
-CUTOFFS = {"ptb": (1000, 4000), "wikitext-2": (2000, 10_000)}
-"""Cutoffs of the adaptive softmax in small models of words, by corpus."""
+CUTOFFS = {"ptb": (1000, 4000), "wikitext-2": (2000, 10_000)}  # of the adaptive softmax
 OURS, CPU_HOUR = "this project", "about an hour on two CPU cores"
 
 # fmt: off
@@ -43,22 +41,6 @@ _BYTES_SMALL = RunConfig(
     eval=EvalConfig(segment=128, mem_len=1024, window=1024),
 )
 _ENWIK8 = changed(_BYTES_SMALL, "enwik8-small", data={"corpus": "enwik8"})
-# The Transformer of Al-Rfou et al. with auxiliary losses, with the shape and training of enwik8-small.
-_ENWIK8_VANILLA = replace(
-    changed(
-        _ENWIK8, "enwik8-vanilla-small", train={"epoch_shift": 97},
-        eval={"segment": 256, "mem_len": 0, "window": None},
-    ),
-    model=replace(as_family(_ENWIK8.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2),
-)
-# Adaptive embeddings and softmax, trained like stdlib-small.
-_WT103 = changed(
-    _BYTES_SMALL, "wt103-small", data={"corpus": "wikitext-103", "unit": "word"},
-    model={
-        "d_inner": 768, "mem_len": 128, "cutoffs": WT103_CUTOFFS, "div_val": 4, "tie_projections": "all_but_first"
-    },
-    train={"segment": 128}, eval={"segment": 64, "mem_len": 512, "window": 512},
-)
 # The paper's Penn Treebank recipe with a smaller model and lower dropout rates.
 PTB_SMALL = RunConfig(
     name="ptb-small",
@@ -85,19 +67,39 @@ SMALL = [
     Preset(_TINY, "minutes on two CPU cores, in bytes", OURS, "none", BYTES),
     Preset(_BYTES_SMALL, CPU_HOUR, OURS, "none", BYTES),
     Preset(_ENWIK8, CPU_HOUR, OURS, "none", BYTES),
-    Preset(_ENWIK8_VANILLA, CPU_HOUR, OURS, "none", BYTES),
+    # The Transformer of Al-Rfou et al. with auxiliary losses, with the shape and training of enwik8-small.
+    Preset(
+        replace(
+            changed(
+                _ENWIK8, "enwik8-vanilla-small", train={"epoch_shift": 97},
+                eval={"segment": 256, "mem_len": 0, "window": None},
+            ),
+            model=replace(as_family(_ENWIK8.model, VanillaConfig), max_segment=256, layer_losses=True, n_target=2),
+        ),
+        CPU_HOUR, OURS, "none", BYTES,
+    ),
     Preset(
         changed(_BYTES_SMALL, "text8-small", data={"corpus": "text8", "unit": "char"}), CPU_HOUR, OURS, "none", TEXT8
     ),
     Preset(PTB_SMALL, CPU_HOUR, OURS, "none", PTB),
     Preset(WIKITEXT_2_SMALL, CPU_HOUR, OURS, "none", WIKITEXT_2),
-    Preset(_WT103, CPU_HOUR, OURS, "none", WIKITEXT_103),
+    Preset(  # adaptive embeddings and softmax
+        changed(
+            _BYTES_SMALL, "wt103-small", data={"corpus": "wikitext-103", "unit": "word"}, train={"segment": 128},
+            model={
+                "d_inner": 768, "mem_len": 128,
+                "cutoffs": WT103_CUTOFFS, "div_val": 4, "tie_projections": "all_but_first",
+            },
+            eval={"segment": 64, "mem_len": 512, "window": 512},
+        ),
+        CPU_HOUR, OURS, "none", WIKITEXT_103,
+    ),
 ]
 # fmt: on
 
 # Absolute positions need segments of equal length.
 _ABLATION = changed(WIKITEXT_2_SMALL, "wikitext-2-ablation", train={"random_segments": False})
-_ROWS = [replace(row, initial=None, best=None, attention_length=None) for row in TABLE_6.values()]
+_ROWS = [replace(row, best=None, attention_length=None) for row in TABLE_6]
 SMALL_ABLATIONS = [
     *ablation_presets(_ROWS, _ABLATION, "WikiText-2, as Table 6", OURS, WIKITEXT_2),
     *ablation_presets(_ROWS, changed(_TINY, "stdlib-ablation"), "standard library, as Table 6", OURS, BYTES),
