@@ -200,7 +200,9 @@ def options() -> str:
     """Return the fields of every section of a configuration, with their defaults and meaning."""
     from txl.config import MODEL_FAMILIES, DataConfig, EvalConfig, TrainConfig
 
-    shared = set.intersection(*(set(family.__dataclass_fields__) for family in MODEL_FAMILIES.values()))
+    shared = set.intersection(
+        *({item.name for item in dataclasses.fields(family)} for family in MODEL_FAMILIES.values())
+    )
     first = next(iter(MODEL_FAMILIES.values()))
     parts = ["## model, every family\n", _fields("model", [first.__dataclass_fields__[name] for name in shared])]
     for name, family in MODEL_FAMILIES.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -109,7 +110,11 @@ class _Help(argparse.Action):
         assert isinstance(parser, Parser)
         for action in parser.arguments:
             section, _, field = action.dest.partition(".")
-            if section == "model" and family is not None and field not in family.__dataclass_fields__:
+            if (
+                section == "model"
+                and family is not None
+                and field not in {item.name for item in dataclasses.fields(family)}
+            ):
                 action.help = argparse.SUPPRESS
             elif action.dest in values:
                 action.help = f"{action.help} [{values[action.dest]}]"

@@ -1,10 +1,9 @@
 """The configuration of a run: dataclasses, conversion from and to JSON, and the rules for their values.
 
-`run` defines the whole configuration, `sections` its parts for data, training and evaluation, `model` the fields shared
-by all models, and `transformer_xl`, `vanilla` and `recurrent` the fields of one family each. `families` lists the
-families, and `fields` accesses fields by name. The metadata of each field holds its range, its help text and its marks
-(`values.setting`).
+`run` defines the whole and accesses fields by name, `sections` the parts that all models share, `model` the fields of
+all models, `families` the families. The metadata of each field holds its range, help text and marks (`values.setting`).
 """
+# ruff: noqa: F401
 
 from txl.config.families import (
     MODEL_FAMILIES,
@@ -14,19 +13,21 @@ from txl.config.families import (
     model_from_dict,
     model_with,
 )
-from txl.config.fields import (
+from txl.config.model import ModelConfig, TransformerConfig
+from txl.config.recurrent import RecurrentConfig, RecurrentKind
+from txl.config.run import (
     Option,
+    RunConfig,
     differences,
     leaf_fields,
     may_change,
     options,
     parsed_options,
+    planned_name,
+    validate,
     with_options,
     with_unset_data,
 )
-from txl.config.model import ModelConfig, TransformerConfig
-from txl.config.recurrent import RecurrentConfig, RecurrentKind
-from txl.config.run import RunConfig, planned_name, validate
 from txl.config.sections import (
     RANDOM_LENGTHS,
     AdaptationRule,
@@ -47,50 +48,3 @@ from txl.config.sections import (
 from txl.config.transformer_xl import AttentionName, TransformerXLConfig
 from txl.config.values import FieldValues, kind_of, placeholder, shown, whole_number
 from txl.config.vanilla import VanillaConfig
-
-__all__ = [
-    "MODEL_FAMILIES",
-    "MODEL_FIELDS",
-    "RANDOM_LENGTHS",
-    "AdaptationRule",
-    "AdaptedWeights",
-    "AttentionName",
-    "Boundary",
-    "DataConfig",
-    "EvalConfig",
-    "FieldValues",
-    "Lengths",
-    "Limit",
-    "LossName",
-    "ModelConfig",
-    "Option",
-    "RecurrentConfig",
-    "RecurrentKind",
-    "RunConfig",
-    "StatisticsName",
-    "TrainConfig",
-    "TransformerConfig",
-    "TransformerXLConfig",
-    "Unit",
-    "VanillaConfig",
-    "WordRule",
-    "as_family",
-    "chosen_family",
-    "differences",
-    "kind_of",
-    "leaf_fields",
-    "may_change",
-    "model_from_dict",
-    "model_with",
-    "options",
-    "parsed_options",
-    "placeholder",
-    "planned_name",
-    "same_length",
-    "shown",
-    "validate",
-    "validate_temperature",
-    "whole_number",
-    "with_options",
-    "with_unset_data",
-]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from txl.config.model import NO_LENGTHS, ModelConfig, TransformerConfig
 from txl.config.recurrent import RecurrentConfig
@@ -23,58 +22,38 @@ FamilyT = TypeVar("FamilyT", bound=ModelConfig)
 _CHOOSE = ("family", "kind", "encoding")
 
 
-@dataclass(frozen=True)
-class ModelField:
-    """A field of one family or of several families."""
+class ModelField(NamedTuple):
+    """A field of one family or several: its type (of a choice, with the values of all families), and first class."""
 
     item: dataclasses.Field[object]
     hint: TypeHint
-    """Type of the field; of a choice, with the values of all families."""
     owner: type[ModelConfig]
-    """The class that declares the field."""
-
-    @property
-    def lacking(self) -> object:
-        """The value that means the same as not having the field; `ANYTHING` if no value makes a difference."""
-        return self.item.metadata.get("lacking", self.item.default)
-
-
-def _model_fields() -> dict[str, ModelField]:
-    fields: dict[str, ModelField] = {}
-    for owner in (ModelConfig, TransformerConfig, *MODEL_FAMILIES.values()):
-        for item in dataclasses.fields(owner):
-            hint, known = hints_of(owner)[item.name], fields.get(item.name)
-            if known is None:
-                without = item.metadata.get("lacking")
-                choices = ((without,) if isinstance(without, str) else ()) + kind_of(hint).choices
-                fields[item.name] = ModelField(item, Literal[choices] if choices else hint, owner)
-            elif more := [choice for choice in kind_of(hint).choices if choice not in kind_of(known.hint).choices]:
-                choices = (*kind_of(known.hint).choices, *more)
-                fields[item.name] = dataclasses.replace(known, hint=Literal[choices])
-    return fields
 
 
 # The fields of all families by name, the fields shared by all models first.
-MODEL_FIELDS = _model_fields()
+MODEL_FIELDS: dict[str, ModelField] = {}
+for _owner in (ModelConfig, TransformerConfig, *MODEL_FAMILIES.values()):
+    for _item in dataclasses.fields(_owner):
+        _known = MODEL_FIELDS.get(_item.name, ModelField(_item, hints_of(_owner)[_item.name], _owner))
+        _without = _item.metadata.get("lacking")
+        _choices = [_without] if isinstance(_without, str) else []
+        _choices += [*kind_of(_known.hint).choices, *kind_of(hints_of(_owner)[_item.name]).choices]
+        _hint = Literal[tuple(dict.fromkeys(_choices))] if _choices else _known.hint
+        MODEL_FIELDS[_item.name] = _known._replace(hint=_hint)
 
 
 def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
-    """Return a configuration of another family with the settings that both families have, without all others.
+    """Return a copy as a configuration of another family, without the settings that this family lacks.
 
-    Args:
-        model: configuration to convert; it is not changed.
-        family: configuration class of the other family. Fields that `model` lacks get their defaults, but the memory
-            length gets 0.
+    Fields that `model` lacks get their defaults, but the memory length gets 0.
     """
     if type(model) is family:
         return dataclasses.replace(model)
     values: FieldValues = {}
     for item in dataclasses.fields(family):
-        if item.name in _CHOOSE:
-            continue
-        if item.name in model.__dataclass_fields__:
+        if item.name not in _CHOOSE and item.name in hints_of(type(model)):
             values[item.name] = getattr(model, item.name)
-        elif item.metadata.get("lacking", ANYTHING) is not ANYTHING:
+        elif item.name not in _CHOOSE and item.metadata.get("lacking", ANYTHING) is not ANYTHING:
             values[item.name] = item.metadata["lacking"]
     return family(**values)
 
@@ -82,23 +61,17 @@ def as_family(model: ModelConfig, family: type[FamilyT]) -> FamilyT:
 def model_with(model: ModelConfig, changes: FieldValues, drop: bool = False) -> ModelConfig:
     """Return a copy with fields set; `family`, `kind` or `encoding` of another family converts it to that family.
 
-    Args:
-        model: configuration to copy; it is not changed.
-        changes: values by name.
-        drop: True: leave out settings of `model` that the other family lacks, instead of refusing them; lengths of a
-            memory are refused in either case.
+    With `drop`, settings of `model` that the other family lacks are left out instead of refused; lengths of a memory
+    are refused in either case.
     """
     family = chosen_family(changes, model)
     result = as_family(model, family)
-    lacking = {}
+    own = hints_of(family)
     for name, value in changes.items():
-        if name in family.__dataclass_fields__:
+        if name in own:
             setattr(result, name, value)
-        else:
-            lacking[name] = value
-    _refuse_lacking(result, lacking)
-    known = {*_CHOOSE, *changes, *family.__dataclass_fields__}
-    left = [item.name for item in dataclasses.fields(model) if item.name not in known]
+    _refuse_lacking(result, {name: value for name, value in changes.items() if name not in own})
+    left = [item.name for item in dataclasses.fields(model) if item.name not in {*_CHOOSE, *changes, *own}]
     carried = {name: getattr(model, name) for name in left if name in NO_LENGTHS or not drop}
     _refuse_lacking(result, carried, carried=True)
     return result
@@ -112,14 +85,13 @@ def model_from_dict(values: object) -> ModelConfig:
     """
     if not isinstance(values, dict):
         raise UserError(field="model", value=values, expected="an object")
-    unknown = [name for name in values if name not in MODEL_FIELDS]
-    if unknown:
+    if unknown := [name for name in values if name not in MODEL_FIELDS]:
         raise UserError("not known to this version", field=f"model.{unknown[0]}")
     settings = {name: checked(MODEL_FIELDS[name].hint, value, f"model.{name}") for name, value in values.items()}
     family = chosen_family(settings)
-    own = [item.name for item in dataclasses.fields(family) if item.init]
+    own = {item.name for item in dataclasses.fields(family)} - {"family"}
     result = family(**{name: value for name, value in settings.items() if name in own})
-    others = {name: value for name, value in settings.items() if name not in ("family", *own)}
+    others = {name: value for name, value in settings.items() if name not in own and name != "family"}
     _refuse_lacking(result, others, carried=True)
     return result
 
@@ -127,31 +99,24 @@ def model_from_dict(values: object) -> ModelConfig:
 def _refuse_lacking(model: ModelConfig, values: Mapping[str, object], carried: bool = False) -> None:
     """Refuse settings of other families, except values that mean the same as not having the setting.
 
-    Args:
-        model: configuration of the family.
-        values: values of fields of other families, by name.
-        carried: True: the values come from a stored configuration, not from the user; settings that make no
-            difference (`lacking=ANYTHING`) are then ignored.
+    With `carried`, the values come from a stored configuration, not from the user; settings that make no difference
+    (`lacking=ANYTHING`) are then ignored.
     """
     for name, value in values.items():
-        field = MODEL_FIELDS[name]
-        default = field.item.default if field.lacking is ANYTHING else field.lacking
-        if value == default or (carried and field.lacking is ANYTHING):
+        item, _, owner = MODEL_FIELDS[name]
+        lacking = item.metadata.get("lacking", item.default)
+        default = item.default if lacking is ANYTHING else lacking
+        if value == default or (carried and lacking is ANYTHING):
             continue
         if name in NO_LENGTHS:
             model.refuse_lengths({name: value}, "model.")
-        why = f"{model.chosen_by}, which has no use for it: it is a setting of {field.owner.title}"
+        why = f"{model.chosen_by}, which has no use for it: it is a setting of {owner.title}"
         remedy = f"leave it at its default, {shown(default)}"
         raise UserError(field=f"model.{name}", value=value, but=why, remedy=remedy)
 
 
 def chosen_family(settings: FieldValues, model: ModelConfig | None = None) -> type[ModelConfig]:
-    """Return the configuration class that `family` selects, or else `kind` and `encoding`.
-
-    Args:
-        settings: values of model fields by name.
-        model: configuration whose `kind` and `encoding` are used if `settings` has none.
-    """
+    """Return the configuration class that `family` selects, or else `kind` and `encoding`, of `model` if not set."""
     if "family" in settings:
         if settings["family"] not in MODEL_FAMILIES:
             expected = f"one of {', '.join(MODEL_FAMILIES)}"

@@ -3,6 +3,7 @@
 Each family has its own subclass in its own file, with only the fields that the family uses.
 """
 
+# pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
 import dataclasses
@@ -84,31 +85,24 @@ class ModelConfig(Section, ABC):
     )
 
     section: ClassVar[str] = "model"
-    choice: ClassVar[str] = "encoding"
-    """Name of the field that selects a model of the family."""
-    title: ClassVar[str] = "every model"
-    """Name of the models with these fields, for messages."""
+    choice: ClassVar[str] = "encoding"  # name of the field that selects a model of the family
+    title: ClassVar[str] = "every model"  # name of the models with these fields, for messages
+    # Reason why these models have no memory whose length could be set; empty if they have one, and these three lengths
+    # as fields.
     no_memory: ClassVar[str] = ""
-    """Reason why these models have no memory whose length could be set; empty if they have one."""
-    tells_distances: ClassVar[bool] = False
-    """True if attention scores depend on the distance to a key, which can then be clamped."""
-    constant_state: ClassVar[bool] = False
-    """True if the state has a constant size, so that no position of the past is ever dropped."""
-
-    @property
-    def mem_len(self) -> int:
-        """Positions of memory; 0 for a model without a memory of positions, which has no such setting."""
-        return 0
-
-    @property
-    def window(self) -> int | None:
-        """Number of keys that a query sees; None for a model without a memory of positions."""
-        return None
-
-    @property
-    def clamp_len(self) -> int | None:
-        """Largest distance that is told apart; None for a model without a memory of positions."""
-        return None
+    mem_len: ClassVar[int] = 0
+    window: ClassVar[int | None] = None
+    clamp_len: ClassVar[int | None] = None
+    tells_distances: ClassVar[bool] = False  # scores depend on the distance to a key, which can then be clamped
+    constant_state: ClassVar[bool] = False  # no position of the past is ever dropped from the state
+    # Largest number of tokens that a model without memory reads at once; None for a model that carries a state.
+    context: ClassVar[int | None] = None
+    # Letters of the terms (a) to (d) of Section 3.3 whose sum is the attention score; empty without such terms.
+    score_terms: ClassVar[str] = ""
+    embedding_scale: ClassVar[float] = 1.0  # factor by which the token embeddings are multiplied
+    n_auxiliary: ClassVar[int] = 0  # number of classifiers that are used only in training
+    loss_depends_on_progress: ClassVar[bool] = False  # the training loss changes in the course of training
+    first_weights: ClassVar[str] = "normal"  # the initial weights: "normal", "xavier" or "induction"
 
     @property
     def chosen_by(self) -> str:
@@ -126,11 +120,6 @@ class ModelConfig(Section, ABC):
         """Name of the model in tables and reports."""
 
     @property
-    def context(self) -> int | None:
-        """Largest number of tokens that a model without memory reads at once; None for a model that carries a state."""
-        return None
-
-    @property
     def carries_state(self) -> bool:
         """True if the model carries a state from one segment to the next."""
         return self.constant_state or self.mem_len > 0
@@ -140,17 +129,8 @@ class ModelConfig(Section, ABC):
         """True if any rate of dropout is above 0."""
         return any(getattr(self, item.name) for item in dataclasses.fields(self) if item.metadata.get("drops"))
 
-    @property
-    def score_terms(self) -> str:
-        """Letters of the terms (a) to (d) of Section 3.3 whose sum is the attention score; empty without such terms."""
-        return ""
-
     def with_attention(self, name: str | None) -> Self:
-        """Return a copy with the attention backend that a run began with, if the configuration leaves the choice open.
-
-        Args:
-            name: name of the attention backend in the run's log; None: the log has no name.
-        """
+        """Return a copy with the attention backend in a run's log, if any, unless the configuration chooses one."""
         return dataclasses.replace(self)
 
     @property
@@ -163,38 +143,15 @@ class ModelConfig(Section, ABC):
         """Number of units of the last layer."""
         return self.d_model
 
-    @property
-    def embedding_scale(self) -> float:
-        """Factor by which the token embeddings are multiplied."""
-        return 1.0
-
-    @property
-    def n_auxiliary(self) -> int:
-        """Number of classifiers that are used only in training."""
-        return 0
-
-    @property
-    def loss_depends_on_progress(self) -> bool:
-        """True if the training loss changes in the course of training."""
-        return False
-
-    @property
-    def first_weights(self) -> str:
-        """The initial weights: "normal", "xavier" or "induction"."""
-        return "normal"
-
     def weight_settings(self) -> FieldValues:
         """Return the settings that determine the meaning of the weights; lengths and dropout do not."""
         names = [item.name for item in dataclasses.fields(self) if item.metadata.get("changes_weights")]
         return {name: getattr(self, name) for name in names} | {"d_embed": self.d_embed or self.d_model}
 
     def parameter_count(self, vocab_size: int) -> int:
-        """Return the number of parameters of a valid model; tied parameters count once.
+        """Return the number of parameters of a valid model with V tokens (more than the last of the cutoffs).
 
-        The number is computed from the configuration, because building the model would import PyTorch.
-
-        Args:
-            vocab_size: number V of tokens in the vocabulary; above the last of the cutoffs.
+        Tied parameters count once. The configuration is read alone: building the model would import PyTorch.
         """
         d_embed, d_last = self.d_embed or self.d_model, self.last_width
         sizes = [end - first for first, end in pairwise((0, *self.cutoffs, vocab_size))]
@@ -215,12 +172,7 @@ class ModelConfig(Section, ABC):
         """Return the number of parameters of the layers and of parts that only this family has."""
 
     def for_segment(self, segment: int, random_segments: bool = False) -> Self:
-        """Return a copy whose number of positions, or largest distance, fits segments of a length.
-
-        Args:
-            segment: number of tokens of a training segment.
-            random_segments: True if the lengths of segments vary around `segment`.
-        """
+        """Return a copy whose number of positions, or largest distance, fits training segments of (about) a length."""
         return dataclasses.replace(self)
 
     def validate(self) -> None:
@@ -232,12 +184,11 @@ class ModelConfig(Section, ABC):
         increases = all(first < second for first, second in pairwise((0, *self.cutoffs)))
         self.require(increases, "cutoffs", "numbers above 0 that increase strictly, or nothing")
         d_embed = self.d_embed or self.d_model
-        narrowest = len(self.cutoffs)
-        empty = next((cluster for cluster in range(narrowest + 1) if d_embed // self.div_val**cluster < 1), None)
-        but = f"of {d_embed} embedding features cluster {empty} would get none"
-        self.require(empty is None, "div_val", "a smaller div_val or fewer cutoffs", but)
-        is_mixture = self.n_softmax > 1
-        self.require(is_mixture or self.dropout_latent is None, "dropout_latent", "none", "model.n_softmax is 1")
+        narrowest = d_embed // self.div_val ** len(self.cutoffs)
+        but = f"of {d_embed} embedding features the last cluster would get none"
+        self.require(narrowest >= 1, "div_val", "a smaller div_val or fewer cutoffs", but)
+        is_set = self.dropout_latent is not None
+        self.require(self.n_softmax > 1 or not is_set, "dropout_latent", "none", "model.n_softmax is 1")
         self.require(bool(self.cutoffs) or self.dropout_tail == 0, "dropout_tail", "0", "there are no model.cutoffs")
         shares_width = self.tie_projections != "tails" or d_embed == self.d_model
         widths = f"model.d_embed is {self.d_embed} and model.d_model {self.d_model}"
@@ -253,13 +204,7 @@ class ModelConfig(Section, ABC):
             self.refuse_lengths({name: getattr(evaluation, name) for name in NO_LENGTHS}, "eval.")
 
     def lengths(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
-        """Return the lengths for a state of the model: the given ones, else those of the configuration.
-
-        Args:
-            mem_len: positions of memory; None: the configuration's value, also for the other two arguments.
-            window: number of keys that a query attends to, itself included; "none": no limit.
-            clamp_len: largest distance that the model tells apart; "none": no clamp.
-        """
+        """Return the lengths for a state of the model: the given ones ("none": no limit), else the configuration's."""
         if self.no_memory:
             self.refuse_lengths({"mem_len": mem_len, "window": window, "clamp_len": clamp_len})
             return Lengths()
@@ -268,12 +213,7 @@ class ModelConfig(Section, ABC):
         return lengths
 
     def refuse_lengths(self, lengths: Mapping[str, object], prefix: str = "") -> None:
-        """Refuse lengths of a memory, for a model without memory.
-
-        Args:
-            lengths: mem_len, window and clamp_len, or some of these; None, "none" and a mem_len of 0 are allowed.
-            prefix: prefix of the names in error messages.
-        """
+        """Refuse lengths of a memory, for a model without memory; None, "none" and a mem_len of 0 are allowed."""
         for name, value in lengths.items():
             if value not in (None, "none", NO_LENGTHS[name]):
                 why = f"{self.chosen_by}: {self.no_memory}"

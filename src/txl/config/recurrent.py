@@ -1,7 +1,9 @@
 """The configuration of recurrent networks."""
 
+# pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -10,6 +12,7 @@ from txl.config.model import ModelConfig, family_name, rate, shaping
 from txl.config.values import shown
 
 RecurrentKind = Literal["lstm", "qrnn"]
+_units = functools.partial(shaping, None, at_least=1, at_most=2**20, none="d_model")
 
 
 @dataclass
@@ -18,16 +21,8 @@ class RecurrentConfig(ModelConfig):
 
     family: str = family_name("recurrent")
     kind: RecurrentKind = shaping("lstm", "kind of recurrent network: lstm or qrnn", lacking="transformer")
-    d_hidden: int | None = shaping(
-        None, "recurrent: units of every layer but the last; none: d_model", at_least=1, at_most=2**20, none="d_model"
-    )
-    d_last: int | None = shaping(
-        None,
-        "recurrent: units of the last layer; none: d_model (others need n_softmax above 1)",
-        at_least=1,
-        at_most=2**20,
-        none="d_model",
-    )
+    d_hidden: int | None = _units("recurrent: units of every layer but the last; none: d_model")
+    d_last: int | None = _units("recurrent: units of the last layer; none: d_model (others need n_softmax above 1)")
     weight_drop: float = rate(
         0.0, "recurrent: dropout of the weights, once a segment (lstm: recurrent weights; qrnn: convolution)"
     )
@@ -76,8 +71,7 @@ class RecurrentConfig(ModelConfig):
             default = self.__dataclass_fields__[name].default
             but = f"model.kind is lstm, which has no use for it; leave it at its default, {shown(default)}"
             self.require(self.kind == "qrnn" or getattr(self, name) == default, name, but=but)
-        sizes = self.kernel_sizes
-        fits = 1 <= len(sizes) <= self.n_layer and all(1 <= size <= 1024 for size in sizes)
+        fits = 1 <= len(self.kernel_sizes) <= self.n_layer and all(1 <= size <= 1024 for size in self.kernel_sizes)
         expected = f"1 to {self.n_layer} numbers from 1 to 1024, one a layer (the last holds for all further ones)"
         self.require(self.kind == "lstm" or fits, "kernel_sizes", expected)
         is_usual, but = self.d_last in (None, self.d_model), "model.n_softmax is 1"

@@ -11,7 +11,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import ClassVar, Literal, TypedDict
 
-from txl.config.values import LARGEST, Section, require, setting, shown
+from txl.config.values import LARGEST, Section, require, setting
 from txl.errors import Field, UserError
 
 Unit = Literal["byte", "char", "word", "bpe"]
@@ -40,12 +40,9 @@ class LengthOptions(TypedDict):
 class Lengths:
     """Memory length, window and clamp. None is no limit here; `given` and `options` translate the word "none"."""
 
-    mem_len: int = 0
-    """Number of positions of memory carried from segment to segment."""
-    window: int | None = None
-    """Number of keys that a query attends to, itself included."""
-    clamp_len: int | None = None
-    """Largest distance that the model tells apart; larger distances count as this one."""
+    mem_len: int = 0  # positions of memory carried from segment to segment
+    window: int | None = None  # keys that a query attends to, itself included
+    clamp_len: int | None = None  # largest distance that the model tells apart; larger ones count as this one
 
     @property
     def capacity(self) -> int:
@@ -54,9 +51,12 @@ class Lengths:
 
     def given(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
         """Return a copy with the given lengths; None keeps the present value."""
-        return Lengths(
-            self.mem_len if mem_len is None else mem_len, _limit(window, self.window), _limit(clamp_len, self.clamp_len)
-        )
+        limits = []
+        for given, own in ((window, self.window), (clamp_len, self.clamp_len)):
+            if isinstance(given, str) and given != "none":
+                raise UserError(f"a window or clamp_len is {given!r}; expected a number or 'none'")
+            limits.append(own if given is None else None if isinstance(given, str) else given)
+        return Lengths(self.mem_len if mem_len is None else mem_len, *limits)
 
     def tested(self, mem_len: int | None = None, window: Limit = None, clamp_len: Limit = None) -> Lengths:
         """Return a copy with the given lengths for an evaluation: as `given`, with the rule of `same_length`."""
@@ -71,43 +71,26 @@ class Lengths:
         }
 
     def validate(self, prefix: str = "") -> None:
-        """Check the rules of memory length, window and clamp.
-
-        Raises:
-            UserError: if a length breaks a rule, naming the first such length with `prefix` in front of the name.
-        """
-        mem_len, window, clamp_len = self.mem_len, self.window, self.clamp_len
-        require(_is_whole(mem_len, 0), f"{prefix}mem_len", mem_len, "0 (no memory) or more positions")
-        if window is not None:
-            require(
-                _is_whole(window, 1), f"{prefix}window", window, "1 (a query that sees itself) or more keys, or none"
+        """Refuse the first length that breaks a rule, with `prefix` in front of its name."""
+        for name, least, expected in (
+            ("mem_len", 0, "0 (no memory) or more positions"),
+            ("window", 1, "1 (a query that sees itself) or more keys, or none"),
+            ("clamp_len", 0, "0 or more positions, or none"),
+        ):
+            length = getattr(self, name)
+            is_whole = isinstance(length, Integral) and least <= int(length) <= LARGEST
+            is_none = length is None and name != "mem_len"
+            require(is_whole or is_none, f"{prefix}{name}", length, expected)
+        if self.window is not None and self.mem_len < self.window - 1:
+            raise UserError(
+                f"{prefix}window {self.window} needs at least {self.window - 1} positions of memory, but "
+                f"{prefix}mem_len is {self.mem_len}"
             )
-            if mem_len < window - 1:
-                raise UserError(
-                    f"{prefix}window {window} needs at least {window - 1} positions of memory, but {prefix}mem_len is "
-                    f"{mem_len}; raise mem_len or lower the window to at most {mem_len + 1}"
-                )
-        if clamp_len is not None:
-            require(_is_whole(clamp_len, 0), f"{prefix}clamp_len", clamp_len, "0 or more positions, or none")
-
-
-def _is_whole(length: object, at_least: int) -> bool:
-    return isinstance(length, Integral) and at_least <= int(length) <= LARGEST
 
 
 def same_length(mem_len: int | None, window: Limit) -> Limit:
     """Return an evaluation's window: `mem_len` ("none" for 0) if only that is given, as the authors' `same_length`."""
     return window if window is not None or mem_len is None else mem_len or "none"
-
-
-def _limit(limit: Limit, own: int | None) -> int | None:
-    if limit is None:
-        return own
-    if isinstance(limit, str):
-        if limit != "none":
-            raise UserError(f"a window or clamp_len is {limit!r}; expected a number or 'none'")
-        return None
-    return limit
 
 
 def validate_temperature(temperature: float, name: str = "temperature") -> None:
@@ -132,10 +115,7 @@ class DataConfig(Section):
         as_stored=True,
     )
     max_words: int | None = setting(
-        None,
-        "keep only this many of the most frequent words; none: all",
-        at_least=1,
-        none="all",
+        None, "keep only this many of the most frequent words; none: all", at_least=1, none="all"
     )
     word_rule: WordRule | None = setting(
         None,
@@ -269,16 +249,10 @@ class TrainConfig(Section):
         4000, "steps between evaluations on the validation split; 0: never", at_least=0, may_change=True
     )
     eval_tokens: int | None = setting(
-        None,
-        "tokens of the validation split used while training; none: all",
-        at_least=2,
-        none="all",
+        None, "tokens of the validation split used while training; none: all", at_least=2, none="all"
     )
     eval_batch_size: int | None = setting(
-        None,
-        "lanes of the evaluations while training; none: eval.batch_size",
-        at_least=1,
-        none="eval.batch_size",
+        None, "lanes of the evaluations while training; none: eval.batch_size", at_least=1, none="eval.batch_size"
     )
     checkpoint_every: int = setting(4000, "steps between checkpoints; 0: only at the end", at_least=0, may_change=True)
     keep_checkpoints: int = setting(
@@ -328,53 +302,6 @@ class TrainConfig(Section):
         """Lengths of the segments of one step; None if a step has one segment."""
         return None if self.backprop_segments == 1 else (self.segment,) * self.backprop_segments
 
-    def validate(self) -> None:
-        """Check the rules for the settings of training."""
-        self.check_ranges()
-        one_segment = self.backprop_segments == 1
-        self.require(one_segment or not self.capture, "capture", "false with several train.backprop_segments")
-        reset = Field("train.reset_memory", 0)
-        but = f"train.reset_memory, {self.reset_memory}, makes steps differ"
-        self.require(not (self.reset_memory and self.compile), "compile", ("false, or ", reset), but)
-        self._validate_epoch_shift()
-        can_go_back = self.on_spike == "report" or self.checkpoint_every > 0
-        self.require(can_go_back, "on_spike", "report", "train.checkpoint_every is 0")
-        self._validate_schedule()
-        self._validate_averaging()
-        evaluates = self.eval_every > 0
-        self.require(evaluates or self.patience is None, "patience", "none", "train.eval_every is 0")
-        self.require(evaluates or self.schedule != "plateau", "schedule", "another one", "train.eval_every is 0")
-        is_sgd = self.optimizer == "sgd"
-        self.require(is_sgd or self.momentum == 0, "momentum", "sgd", f"train.optimizer is {self.optimizer}")
-        rate = self.learning_rate
-        self.require(self.min_learning_rate <= rate, "min_learning_rate", f"at most train.learning_rate, {rate}")
-        divides = self.batch_size % self.micro_batches == 0
-        self.require(divides, "micro_batches", f"a divisor of train.batch_size, {self.batch_size}")
-
-    def _validate_epoch_shift(self) -> None:
-        """Check that a shift lets passes over the text begin at different places."""
-        by_loss = {"full": 0, "half": self.segment - self.segment // 2, "last": 1}[self.loss]
-        added = "" if by_loss == 0 else f", also with the {by_loss} of train.loss {self.loss} added"
-        shift = self.epoch_shift
-        self.require(
-            shift == 0 or (shift > 0 and shift % self.segment > 0 and (shift + by_loss) % self.segment > 0),
-            "epoch_shift",
-            f"0, or a number that is no multiple of train.segment, {self.segment}{added}: whole segments shift nothing",
-        )
-
-    def _validate_schedule(self) -> None:
-        """Check the rules for settings of one schedule; `decay_at` may have steps that training does not reach."""
-        is_plateau, in_steps, chosen = (
-            self.schedule == "plateau",
-            self.schedule == "steps",
-            f"train.schedule is {self.schedule}",
-        )
-        self.require(is_plateau or self.plateau_patience == 1, "plateau_patience", "plateau (or 1)", chosen)
-        self.require(in_steps or not self.decay_at, "decay_at", "steps (or no numbers)", chosen)
-        self.require(not in_steps or bool(self.decay_at), "schedule", "constant, or steps", "train.decay_at is empty")
-        increases = all(first < second for first, second in pairwise((0, *self.decay_at)))
-        self.require(increases, "decay_at", "numbers of updates above 0 that increase strictly")
-
     @property
     def averages(self) -> bool:
         """True if the weights are averaged in the later part of training."""
@@ -385,17 +312,53 @@ class TrainConfig(Section):
         """True if the results of evaluations influence training; their schedule must then not change during a run."""
         return self.average_patience is not None or self.patience is not None or self.schedule == "plateau"
 
-    def _validate_averaging(self) -> None:
-        """Check the rules for the average of the weights."""
-        begin, patience = self.average_from, self.average_patience
-        is_one = begin is None or patience is None
+    def validate(self) -> None:
+        """Check the rules for the settings of training."""
+        self.check_ranges()
+        one_segment = self.backprop_segments == 1
+        self.require(one_segment or not self.capture, "capture", "false with several train.backprop_segments")
+        but = f"train.reset_memory, {self.reset_memory}, makes steps differ"
+        is_fixed = not (self.reset_memory and self.compile)
+        self.require(is_fixed, "compile", ("false, or ", Field("train.reset_memory", 0)), but)
+        # A shift lets passes over the text begin at different places; whole segments shift nothing.
+        by_loss = {"full": 0, "half": self.segment - self.segment // 2, "last": 1}[self.loss]
+        shift, added = self.epoch_shift, f", also with the {by_loss} of train.loss {self.loss} added" if by_loss else ""
+        shifts = shift == 0 or (shift > 0 and shift % self.segment > 0 and (shift + by_loss) % self.segment > 0)
+        expected = f"0, or a number that is no multiple of train.segment, {self.segment}{added}"
+        self.require(shifts, "epoch_shift", expected)
+        can_go_back = self.on_spike == "report" or self.checkpoint_every > 0
+        self.require(can_go_back, "on_spike", "report", "train.checkpoint_every is 0")
+        is_plateau, in_steps, chosen = (
+            self.schedule == "plateau",
+            bool(self.decay_at),
+            f"train.schedule is {self.schedule}",
+        )
+        self.require(is_plateau or self.plateau_patience == 1, "plateau_patience", "plateau (or 1)", chosen)
+        has_steps = self.schedule == "steps"
+        self.require(has_steps or not in_steps, "decay_at", "steps (or no numbers)", chosen)
+        self.require(in_steps or not has_steps, "schedule", "constant, or steps", "train.decay_at is empty")
+        increases = all(first < second for first, second in pairwise((0, *self.decay_at)))  # perhaps beyond the end
+        self.require(increases, "decay_at", "numbers of updates above 0 that increase strictly")
+        patience = self.average_patience
+        is_one = self.average_from is None or patience is None
         self.require(is_one, "average_from", "one of them", f"train.average_patience is {patience}")
-        is_step = begin is None or 0 <= begin < self.steps
+        is_step = self.average_from is None or 0 <= self.average_from < self.steps
         self.require(is_step, "average_from", f"a step below train.steps, {self.steps}")
-        self.require(patience is None or self.eval_every > 0, "average_patience", "none", "train.eval_every is 0")
-        for name, usual in (("average_mu", None), ("average_lr_factor", 1.0)):
-            is_usual, but = getattr(self, name) == usual, "nothing starts the averaging"
-            self.require(self.averages or is_usual, name, f"{shown(usual)}, or train.average_from", but)
+        for name, is_used in (
+            ("average_mu", self.average_mu is not None),
+            ("average_lr_factor", self.average_lr_factor != 1),
+        ):
+            self.require(self.averages or not is_used, name, "train.average_from", "nothing starts the averaging")
+        evaluates, never = self.eval_every > 0, "train.eval_every is 0"
+        self.require(evaluates or patience is None, "average_patience", "none", never)
+        self.require(evaluates or self.patience is None, "patience", "none", never)
+        self.require(evaluates or not is_plateau, "schedule", "another one", never)
+        is_sgd = self.optimizer == "sgd"
+        self.require(is_sgd or self.momentum == 0, "momentum", "sgd", f"train.optimizer is {self.optimizer}")
+        rate = self.learning_rate
+        self.require(self.min_learning_rate <= rate, "min_learning_rate", f"at most train.learning_rate, {rate}")
+        divides = self.batch_size % self.micro_batches == 0
+        self.require(divides, "micro_batches", f"a divisor of train.batch_size, {self.batch_size}")
 
 
 @dataclass

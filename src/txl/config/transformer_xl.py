@@ -1,6 +1,6 @@
 """The configuration of Transformer-XL."""
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 
 from txl.config.model import ENCODING_HELP, TransformerConfig, family_name, rate, shaping
 from txl.config.sections import EvalConfig, Lengths, TrainConfig
-from txl.config.values import ANYTHING, FieldValues, setting
+from txl.config.values import ANYTHING, FieldValues, setting, shown
 from txl.errors import UserError
 
 HUGGINGFACE_TYPE = "txl-transformer-xl"  # model type in the library transformers
@@ -22,7 +22,7 @@ class TransformerXLConfig(TransformerConfig):
 
     family: str = family_name("transformer-xl")
     encoding: Literal["relative", "shaw"] = shaping("relative", ENCODING_HELP)
-    # Other families have properties of these names, without a setter: they have no memory whose length could be set.
+    # Other families have constants of these names: they have no memory whose length could be set.
     mem_len: int = setting(512, "positions M of hidden states carried from segment to segment", lacking=0)
     window: int | None = setting(None, "keys a query sees, itself included; none: all of memory and segment")
     clamp_len: int | None = setting(None, "largest distance; greater ones count as this one; none: no clamp")
@@ -92,24 +92,22 @@ class TransformerXLConfig(TransformerConfig):
 
     def induction_obstacle(self) -> str | None:
         """Return why `model.init induction` is impossible, and what it needs; None if it is possible."""
-        for name in ("pre_norm", "qk_norm"):
-            if not getattr(self, name):
-                return f"model.{name} is false; expected true"
-        if self.n_layer < 2:
-            return f"model.n_layer is {self.n_layer}; expected 2 or more"
-        if self.d_head % 2 or not 16 <= self.d_head <= self.d_model:
-            return f"model.d_head is {self.d_head}; expected an even number from 16 to model.d_model"
-        if not self.tie_embeddings:
-            return "model.tie_embeddings is false; expected true"
-        if self.d_embed not in (None, self.d_model):
-            return f"model.d_embed is {self.d_embed}; expected model.d_model"
-        for name in ("div_val", "n_softmax"):
-            if getattr(self, name) != 1:
-                return f"model.{name} is {getattr(self, name)}; expected 1"
-        for name in ("window", "clamp_len"):
-            value = getattr(self, name)
-            if value is not None and value < 16:
-                return f"model.{name} is {value}; expected 16 or more"
+        even = self.d_head % 2 == 0 and 16 <= self.d_head <= self.d_model
+        rules = {
+            "pre_norm": (self.pre_norm, "true"),
+            "qk_norm": (self.qk_norm, "true"),
+            "n_layer": (self.n_layer >= 2, "2 or more"),
+            "d_head": (even, "an even number from 16 to model.d_model"),
+            "tie_embeddings": (self.tie_embeddings, "true"),
+            "d_embed": (self.d_embed in (None, self.d_model), "model.d_model"),
+            "div_val": (self.div_val == 1, "1"),
+            "n_softmax": (self.n_softmax == 1, "1"),
+            "window": (self.window is None or self.window >= 16, "16 or more"),
+            "clamp_len": (self.clamp_len is None or self.clamp_len >= 16, "16 or more"),
+        }
+        for name, (holds, expected) in rules.items():
+            if not holds:
+                return f"model.{name} is {shown(getattr(self, name))}; expected {expected}"
         return None
 
     def _layer_parameters(self, vocab_size: int) -> int:

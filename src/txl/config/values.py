@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import types
 import typing
 from collections.abc import Callable
@@ -23,18 +24,18 @@ LARGEST = 2**53
 _IN_RANGE = f"a whole number from {-LARGEST} to {LARGEST}"
 # Value of `lacking` for a setting that a family without the setting ignores, whatever the value.
 ANYTHING = object()
+_KEEPS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 @dataclass
 class Section:
     """Section of a configuration. Its fields have rules, and a misspelt field cannot be set."""
 
-    section: ClassVar[str] = ""
-    """Name of the section in names of fields: "train" of "train.steps"."""
+    section: ClassVar[str] = ""  # "train" of "train.steps"
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dataclass_fields__:
-            hint = did_you_mean(name, self.__dataclass_fields__)
+        if name not in hints_of(type(self)):
+            hint = did_you_mean(name, hints_of(type(self)))
             raise AttributeError(f"{type(self).__name__} has no field {name!r}" + (f"; {hint}" if hint else ""))
         super().__setattr__(name, value)
 
@@ -46,42 +47,22 @@ class Section:
     def check_ranges(self) -> None:
         """Refuse the first number that is outside its limits."""
         for item in dataclasses.fields(self):
-            value, limits = getattr(self, item.name), item.metadata.get("limits")
+            value: Any = getattr(self, item.name)
+            limits = item.metadata.get("limits")
             may_be_none = kind_of(hints_of(type(self))[item.name]).optional
-            if limits and not (value is None and may_be_none):
-                self.require(limits.hold(value), item.name, item.metadata["expected"])
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a number, which is never infinite."""
-
-    at_least: float = -math.inf
-    above: float = -math.inf
-    at_most: float = math.inf
-    below: float = math.inf
-
-    def hold(self, value: float) -> bool:
-        """Return whether a number is within the limits."""
-        return self.at_least <= value <= self.at_most and self.above < value < self.below
-
-    def words(self) -> str:
-        """Return the limits in words, for messages."""
-        if (self.at_least, self.below) == (0, 1):
-            return "a number from 0 up to but not including 1"
-        low = f"{self.at_least} or more" if self.at_least > -math.inf else f"a number above {self.above}"
-        high = f", at most {self.at_most}" if self.at_most < math.inf else ""
-        return low + (f", below {self.below}" if self.below < math.inf else high)
+            if limits and not (may_be_none and value is None):
+                is_within = all(_KEEPS[name](value, bound) for name, bound in limits.items())
+                self.require(is_within and -math.inf < value < math.inf, item.name, item.metadata["expected"])
 
 
 def setting(
     default: object,
     help: str,
     *,
-    at_least: float = -math.inf,
-    above: float = -math.inf,
-    at_most: float = math.inf,
-    below: float = math.inf,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
     expected: str = "",
     none: str = "",
     **marks: object,
@@ -91,10 +72,7 @@ def setting(
     Args:
         default: default value of the field.
         help: help text of the command-line option.
-        at_least: lowest allowed value of a number. Infinity is never allowed.
-        above: limit that a number must exceed.
-        at_most: highest allowed value of a number.
-        below: limit that a number must stay below.
+        at_least, above, at_most, below: limits of a number. Infinity is never allowed.
         expected: the limits in words, for error messages; empty: words made from the limits.
         none: meaning of None, for the words made from the limits.
         marks: `changes_weights`: weights mean something else with another value. `may_change`: a continued run may have
@@ -102,26 +80,29 @@ def setting(
             its stored value if none is given. `drops`: the field is a dropout rate. `lacking`: the value that means the
             same as not having the field, if that is not the default.
     """
-    limits: Limits | None = Limits(at_least, above, at_most, below)
-    if limits == Limits():
-        limits = None
-    elif not expected:
-        expected = limits.words() + (f", or none for {none}" if none else "")
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    limits = {name: bound for name, bound in bounds.items() if bound is not None}
+    if limits and not expected:
+        low = f"{at_least} or more" if at_least is not None else f"a number above {above}"
+        high = "" if at_most is None else f", at most {at_most}"
+        expected = low + (high if below is None else f", below {below}") + (f", or none for {none}" if none else "")
+        if limits == {"at_least": 0, "below": 1}:
+            expected = "a number from 0 up to but not including 1"
     return dataclasses.field(default=default, metadata={"help": help, "limits": limits, "expected": expected, **marks})
 
 
 @functools.cache
 def hints_of(section: type) -> dict[str, TypeHint]:
     """Return the types of a dataclass's fields by name."""
-    return {name: hint for name, hint in typing.get_type_hints(section).items() if name in section.__dataclass_fields__}
+    hints = typing.get_type_hints(section)
+    return {item.name: hints[item.name] for item in dataclasses.fields(section)}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Type of a field: yes or no, a number, text, a choice, or whole numbers; or perhaps None."""
+    """Type of a field: `base` is bool, int, float, str (of choices, too) or tuple (of whole numbers)."""
 
     base: type
-    """bool, int, float, str (of choices, too) or tuple."""
     choices: tuple[str, ...]
     optional: bool
 
@@ -140,38 +121,36 @@ def kind_of(hint: TypeHint) -> Kind:
     parts = typing.get_args(hint) if is_union else (hint,)
     kind = next(part for part in parts if part is not type(None))
     choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
-    base = str if choices else typing.cast(type, typing.get_origin(kind) or kind)
-    return Kind(base, choices, type(None) in parts)
+    return Kind(str if choices else typing.get_origin(kind) or kind, choices, type(None) in parts)
 
 
 def from_plain(
     cls: type[T], values: object, prefix: str = "", readers: dict[type, Callable[[object], object]] | None = None
 ) -> T:
-    """Build a dataclass from plain dictionaries and lists; missing fields take their defaults.
+    """Build a dataclass, and the dataclasses in its fields, from parsed JSON; missing fields take their defaults.
 
     Args:
-        cls: the dataclass; its fields may be dataclasses themselves.
+        cls: the dataclass.
         values: values as parsed from JSON.
         prefix: prefix of the names of fields in error messages: "" or "train.".
         readers: functions that build the value of a field from JSON, by the type of the field.
     """
     if not isinstance(values, dict):
         raise UserError(field=prefix.rstrip(".") or "configuration", value=values, expected="an object")
-    hints = hints_of(cls)
-    if unknown := [name for name in values if name not in hints]:
-        raise UserError("not known to this version", field=f"{prefix}{unknown[0]}")
-    for item in dataclasses.fields(typing.cast(type[Any], cls)):
-        if item.name not in values and item.default is item.default_factory is dataclasses.MISSING:
-            raise UserError("missing", field=f"{prefix}{item.name}")
-    arguments = {}
+    hints, arguments = hints_of(cls), {}
     for name, value in values.items():
-        hint = hints[name]
+        hint, field = hints.get(name), f"{prefix}{name}"
+        if hint is None:
+            raise UserError("not known to this version", field=field)
         if readers and hint in readers:
             arguments[name] = readers[hint](value)
         elif dataclasses.is_dataclass(hint):
-            arguments[name] = from_plain(typing.cast(type[Any], hint), value, f"{prefix}{name}.")
+            arguments[name] = from_plain(typing.cast(type[Any], hint), value, f"{field}.")
         else:
-            arguments[name] = checked(hint, value, f"{prefix}{name}")
+            arguments[name] = checked(hint, value, field)
+    for item in dataclasses.fields(typing.cast(type[Any], cls)):
+        if item.name not in values and item.default is item.default_factory is dataclasses.MISSING:
+            raise UserError("missing", field=f"{prefix}{item.name}")
     return cls(**arguments)
 
 
@@ -216,12 +195,7 @@ def parse_value(hint: TypeHint, text: str, name: str) -> Any:
 
 
 def whole_number(text: str) -> int:
-    """Parse a whole number.
-
-    Raises:
-        ValueError: if the text is not a whole number.
-        OverflowError: if the number is beyond `LARGEST`; the message is the expected range.
-    """
+    """Parse a whole number; other texts are a ValueError, numbers beyond `LARGEST` an OverflowError with the range."""
     number = int(text)
     if abs(number) > LARGEST:
         raise OverflowError(_IN_RANGE)
@@ -231,8 +205,7 @@ def whole_number(text: str) -> int:
 def placeholder(hint: TypeHint) -> str:
     """Return the placeholder of a value in help texts: the choices if they are short, else a word for the type."""
     kind = kind_of(hint)
-    choices = kind.choices or (("true", "false") if kind.base is bool else ())
-    if choices:
+    if choices := kind.choices or (("true", "false") if kind.base is bool else ()):
         words = "|".join([*choices, *(["none"] if kind.optional else [])])
         return words if len(words) <= 24 else "NAME"
     return {int: "N", float: "X", str: "TEXT"}.get(kind.base, "N,N,...")

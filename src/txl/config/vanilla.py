@@ -1,5 +1,6 @@
 """The configuration of Transformers without memory."""
 
+# pyright: reportIncompatibleVariableOverride=false
 from __future__ import annotations
 
 import dataclasses
@@ -60,7 +61,7 @@ class VanillaConfig(TransformerConfig):
 
     @property
     def loss_depends_on_progress(self) -> bool:
-        """True with `layer_losses`, because the layers stop predicting one after the other."""
+        """True if the layers stop predicting one after the other."""
         return self.layer_losses
 
     def weight_settings(self) -> FieldValues:
@@ -92,11 +93,10 @@ class VanillaConfig(TransformerConfig):
         """Check that no segment is longer than the number of positions, and that all targets of a segment are read."""
         super().validate_use(train, evaluation)
         but = f"model.n_target is {self.n_target}: what follows a segment's last target is not read"
-        reads_targets = train.loss != "last" or self.n_target == 1
-        train.require(reads_targets, "loss", "full or half, or model.n_target 1", but)
+        train.require(train.loss != "last" or self.n_target == 1, "loss", "full or half, or model.n_target 1", but)
         for section in (train, evaluation):
-            fits = section.segment <= self.max_segment
-            section.require(fits, "segment", f"at most model.max_segment, {self.max_segment}")
+            fits, most = section.segment <= self.max_segment, f"at most model.max_segment, {self.max_segment}"
+            section.require(fits, "segment", most)
         longest = train.segment + RANDOM_LENGTHS
         but = f"positions end at model.max_segment, {self.max_segment}"
         fits = not train.random_segments or self.max_segment >= longest
