@@ -44,8 +44,7 @@ from txl.training.trainer import Trainer
 from txl_lab.records import write
 
 MB, KB = 1_000_000, 1_000
-RATE, LANES_HERE = 4e-3, 16
-"""Learning rate and number of lanes of the recipe."""
+RATE, LANES_HERE = 4e-3, 16  # learning rate and number of lanes of the recipe
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,10 @@ class Point:
     """Settings of one run."""
 
     text: str
-    size: int
-    """Number of bytes from the beginning of the text."""
-    shape: str
-    """Layers x width; heads have width 32, and the feed-forward layer is three times as wide as the model."""
+    size: int  # number of bytes from the beginning of the text
+    shape: str  # layers x width; heads have width 32, and the feed-forward layer is three times as wide as the model.
     steps: int
-    vocab_size: int = 2048
-    """Number of byte pairs; 256: the unit is the byte."""
+    vocab_size: int = 2048  # number of byte pairs; 256: the unit is the byte.
     dropout: float = 0.0
     rate: float = RATE
     batch_size: int = LANES_HERE
@@ -241,8 +237,7 @@ def fit(curves: list[dict[str, Any]], beta: float = rule.BETA) -> dict[str, floa
     return found
 
 
-EXPONENTS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6)
-"""Values of BETA that `exponent` compares."""
+EXPONENTS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6)  # values of BETA that `exponent` compares
 
 
 def costs(given: argparse.Namespace) -> list[str]:
@@ -305,6 +300,7 @@ def layer_weights(shape: str) -> int:
     return model.parameter_count(0)
 
 
+# Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared on a CPU
 HAND_MADE = {
     "stdlib-bpe": {},
     "stdlib-bpe, dropout 0.1": {"model.dropout": "0.1"},
@@ -318,7 +314,6 @@ HAND_MADE = {
     "4096 byte pairs": {"data.vocab_size": "4096"},
     "32 lanes": {"train.batch_size": "32"},
 }  # fmt: skip
-"""Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared on a CPU."""
 
 
 def _of_size(layers: int, width: int, lanes: int) -> dict[str, str]:
@@ -328,6 +323,7 @@ def _of_size(layers: int, width: int, lanes: int) -> dict[str, str]:
     }  # fmt: skip
 
 
+# The same on a GPU, where larger models and more lanes cost less
 HAND_MADE_ON_GPU = {
     f"{layers}x{width}, {lanes} lanes": _of_size(layers, width, lanes)
     for layers, width, lanes in (
@@ -335,9 +331,7 @@ HAND_MADE_ON_GPU = {
         (6, 256, 128),
     )
 }  # fmt: skip
-"""The same on a GPU, where larger models and more lanes cost less."""
-ROUNDS = 5
-"""Number of measurements of each configuration's step; the median counts."""
+ROUNDS = 5  # number of measurements of each configuration's step; the median counts.
 
 
 def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]], command: str) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 from txl.cli import main as txl
 from txl_lab.records import write
 
+# About what `txl train --minutes 2` chooses for a novel
 BASE = shlex.split("--steps 1500 --model.dropout 0.1 --model.init induction --train.dtype bfloat16")
-"""About what `txl train --minutes 2` chooses for a novel."""
+# Options of tuning; its peak rates, the first that of the base run
 TUNING, RATES = shlex.split("--steps 500 --batch-size 8"), (3.2e-3, 1e-3, 3.2e-4)
-"""Options of tuning; its peak rates, the first that of the base run."""
+# Fields of an evaluation that are recorded
 FIGURES = [
     "checkpoint",
     "sha256_text",
@@ -35,7 +36,6 @@ FIGURES = [
     "window",
     "dtype",
 ]
-"""Fields of an evaluation that are recorded."""
 
 
 def command(*words: object) -> str:

@@ -53,15 +53,13 @@ AIMS = {
     4: "Aim: 0.70 of the bandwidth's bound with 256 streams; with one, launches and time are what matters.",
     5: "Aim: beyond 1,874 at 3,800, the paper's.",
 }
+# Sentence above the table of another implementation
 PEERS = {
     "equations": "The paper's equations in plain PyTorch, eager, with the weights of our model:",
     "huggingface": "Transformer-XL in Hugging Face transformers 4.37.2, eager, with the weights of our model:",
 }
-"""Sentence above the table of another implementation."""
-LEFT_OUT = "left out"
-"""Status of a row for which no time was left."""
-_PATIENCE = 3.0
-"""Multiple of a row's estimated seconds, at least a minute in all, after which the row is aborted."""
+LEFT_OUT = "left out"  # status of a row for which no time was left
+_PATIENCE = 3.0  # multiple of a row's estimated seconds, at least a minute in all, after which the row is aborted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +67,9 @@ class Row:
     """A measurement to make."""
 
     item: int
-    function: str
-    """Name of a function in `gpu_rows`."""
+    function: str  # name of a function in `gpu_rows`
     given: Figures
-    estimate: float
-    """Estimated seconds on a GPU."""
+    estimate: float  # estimated seconds on a GPU
 
     @property
     def name(self) -> str:
@@ -274,8 +270,7 @@ def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured
             measured.add(left.pop(0), {"status": "failed", "error": error})
 
 
-_BROKEN = 3
-"""Exit code of a worker that reported its last row and cannot use the device any more."""
+_BROKEN = 3  # exit code of a worker that reported its last row and cannot use the device any more
 
 
 def _outcomes(lines: Any) -> Iterator[Figures]:

@@ -41,8 +41,7 @@ from txl.devices import keep_freed_memory
 from txl.serving.service import Served, Service
 from txl_lab.records import write
 
-SIZE = (8 << 20) - 64
-"""Length of the hostile part of a body in bytes; bodies up to 8 MiB are accepted."""
+SIZE = (8 << 20) - 64  # length of the hostile part of a body in bytes; bodies up to 8 MiB are accepted.
 LEAVES = 5.0
 NATURAL = "\n".join(pydoc_data.topics.topics.values())
 TEXTS = {

@@ -24,8 +24,8 @@ from txl_lab.records import measure_and_record, process_bytes
 SHAPE = TransformerXLConfig(
     n_layer=4, d_model=64, n_head=4, d_head=16, d_inner=128, mem_len=128, window=129, dropout=0.0
 )
+# SEGMENT does not divide the size of the memory's buffers, so that these move; LAST final tokens are compared
 VOCABULARY, SEGMENT, LAST = 256, 100, 500
-"""SEGMENT does not divide the size of the memory's buffers, so that these move; LAST final tokens are compared."""
 
 
 def lively_model(shape: TransformerXLConfig) -> TransformerXL:

@@ -39,8 +39,7 @@ from txl_lab.speed.budget import ranked_tokens
 from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
 
 OUT = Path("results/bench-peers.json")
-AGREE = 2e-4
-"""Largest difference of a log-probability, in nats."""
+AGREE = 2e-4  # largest difference of a log-probability, in nats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Workload:
     memory: int
     aim: tuple[float, float]
     training: bool = False
+    # Segment length for our model if it differs from the peer's `segment`; time per token is compared
     ours: int | None = None
-    """Segment length for our model if it differs from the peer's `segment`; time per token is compared."""
 
 
 WORKLOADS = [

@@ -36,14 +36,11 @@ class Section:
     """A part of the page, written from one record."""
 
     title: str
-    record: str
-    """Name of the record's file in `results/`, without extension."""
+    record: str  # name of the record's file in `results/`, without extension
     text: Callable[[Record], str]
     figures: tuple[str, ...] = ()
-    note: str = ""
-    """Note on a change in the program since the record was made."""
-    made_with: str = ""
-    """Command that makes the record; empty: the script of the record's name."""
+    note: str = ""  # note on a change in the program since the record was made
+    made_with: str = ""  # command that makes the record; empty: the script of the record's name.
 
     @property
     def command(self) -> str:

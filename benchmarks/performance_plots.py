@@ -172,12 +172,11 @@ def draw_quality(figure: Figure, record: Record) -> None:
     figure.axes[0].set_ylabel("validation loss, nats a token")
 
 
-NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}
-"""Labels of our recipes, by their names in the record."""
+NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}  # labels of our recipes, by their names in the record
+# Title of each figure of the page, its size in inches, and the function that draws it
 FIGURES: dict[str, tuple[str, tuple[float, float], Callable[..., None]]] = {
     "quality": ("Validation loss against the time of training", (9.4, 3.3), draw_quality),
     "roofline": ("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
     "growth": ("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
     "training-memory": ("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),
 }
-"""Title of each figure of the page, its size in inches, and the function that draws it."""

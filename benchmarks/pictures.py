@@ -81,14 +81,13 @@ def draw_speed(record: Record, figure: Figure) -> None:
     axes.set_title("Times faster than transformers 4.37.2", fontsize=9.5, loc="right")
 
 
-BESIDE = (3.6, 3.2)
-"""Size in inches of two pictures that fit beside each other, and on a phone below each other."""
+BESIDE = (3.6, 3.2)  # size in inches of two pictures that fit beside each other, and on a phone below each other
+# Record that each picture shows, size of the picture in inches, and function that draws it
 PICTURES: dict[str, tuple[str, tuple[float, float], Callable[[Record, Figure], None]]] = {
     "memory-reach": ("memory-reach", (7.6, 3.4), draw_reach),
     "memory-curve": ("enwik8-head", BESIDE, draw_memory),
     "speed": ("bench-peers", BESIDE, draw_speed),
 }
-"""Record that each picture shows, size of the picture in inches, and function that draws it."""
 
 
 def plots(results: Path, folder: Path) -> list[RecordedPlot]:

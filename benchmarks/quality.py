@@ -39,10 +39,8 @@ from txl.training.trainer import Trainer
 from txl_lab.records import write
 
 Options = dict[str, str]
-SHARES = (0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 1.0)
-"""Shares of the minutes for the successive runs of our recipes."""
-TIMED = 7
-"""Number of measurements of a step's seconds, each of a second or more; the median is used."""
+SHARES = (0.025, 0.05, 0.1, 0.2, 0.25, 0.3, 0.4, 1.0)  # shares of the minutes for the successive runs of our recipes
+TIMED = 7  # number of measurements of a step's seconds, each of a second or more; the median is used.
 _FALLING = {"train.schedule": "linear", "train.beta2": "0.95", "train.clip": "1.0", "model.attention": "fastest"}
 
 
@@ -52,12 +50,10 @@ class Recipe:
 
     name: str
     options: Options
-    rates: tuple[float, ...]
-    """Learning rates to try; a single rate is used without tuning."""
-    warmup: float
-    """Warm-up as a share of the steps."""
+    rates: tuple[float, ...]  # learning rates to try; a single rate is used without tuning.
+    warmup: float  # warm-up as a share of the steps
+    # Share of the minutes for a run that tunes the rate: about the share that the recipe needs in the end
     tuning: float
-    """Share of the minutes for a run that tunes the rate: about the share that the recipe needs in the end."""
     is_authors: bool = False
 
 

@@ -23,8 +23,8 @@ from txl.runs.corpus import open_run_corpus
 from txl.runs.directory import RunDirectory
 from txl_lab.records import write
 
+# Keys that a query attends to; length of the segments in the figure; positions read beyond the reach; targets
 WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
-"""Keys that a query attends to; length of the segments in the figure; positions read beyond the reach; targets."""
 
 
 def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) -> Tensor:

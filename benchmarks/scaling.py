@@ -29,14 +29,13 @@ AXES = {
     "batch": (1, 2, 4, 8, 16),
     "vocabulary": (204, 2_000, 20_000, 200_000),
 }
-SIZES = (128, 256, 512, 1024, 2048)
-"""Sizes of the square matrix products of the roofline."""
+SIZES = (128, 256, 512, 1024, 2048)  # sizes of the square matrix products of the roofline
+# Workloads of the full shape of enwik8-12L, which are compared with the roofline
 WORKLOADS = {
     "one-token step": {"segment": 1, "memory": 2100, "batch": 1},
     "segment evaluation": {"segment": 80, "memory": 2100, "batch": 1},
     "training step": {"segment": 128, "memory": 128, "batch": 4},
 }
-"""Workloads of the full shape of enwik8-12L, which are compared with the roofline."""
 STEPS = 5
 
 

@@ -27,12 +27,8 @@ from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import ranked_tokens
 from txl_lab.speed.operations import matmul_rate
 
-SHAPES = [
-    ("enwik8-12L", 204, 1, 80, 2100),
-    ("enwik8-12L", 204, 1, 256, 2100),
-    ("wt103-base", 267_735, 10, 64, 640),
-]
-"""Preset, V, B, T, M."""
+# Preset, V, B, T, M
+SHAPES = [("enwik8-12L", 204, 1, 80, 2100), ("enwik8-12L", 204, 1, 256, 2100), ("wt103-base", 267_735, 10, 64, 640)]
 STEPS = 15
 
 

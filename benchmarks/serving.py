@@ -28,8 +28,8 @@ from txl.models.language_model import LanguageModel
 from txl.serving.service import Served, Service
 from txl_lab.records import measure_and_record
 
+# Number of tokens of a text, and number of rounds, for each shape
 PRESETS = {"enwik8-12L": (200, 5), "stdlib-tiny": (1000, 7)}
-"""Number of tokens of a text, and number of rounds, for each shape."""
 QUICK = {"stdlib-tiny": (40, 2)}
 PROMPT = "The river rose in the night, and by morning the lower fields were under water. " * 4
 TOGETHER = (1, 8, 32)

@@ -26,6 +26,7 @@ from txl_lab.paper.outcome import chosen_rate, named_seeds, rates_and_losses, re
 from txl_lab.records import RESULTS
 
 BEGIN, END = "<!-- tables: python -m benchmarks.tables_page -->", "<!-- end of tables -->"
+# The paper's claims, shortened
 CLAIMS = {
     "C1": "first below 1.0 bits a character on enwik8",
     "C2": "the best perplexity on WikiText-103",
@@ -35,9 +36,8 @@ CLAIMS = {
     "C6": "12 layers match a vanilla Transformer of 64",
     "C7": "recurrence helps without long-term dependency too",
 }
-"""The paper's claims, shortened."""
+# Measure that a table's plot shows, for tables whose plot does not show the quality
 _PLOTTED = {"table8": "r = 0.1", "table9": "slower"}
-"""Measure that a table's plot shows, for tables whose plot does not show the quality."""
 _LEFT_OUT = ("parameters", "status", "backprop len")
 
 

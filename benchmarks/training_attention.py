@@ -21,12 +21,12 @@ from txl.config import AttentionName, with_options
 from txl.minutes.timing import training_workload
 from txl_lab.records import measure_and_record
 
+# Lanes, heads, width of a head, T = M, and number of timed runs
 SHAPES = {
     "stdlib-tiny": (16, 4, 32, 128, 20),
     "enwik8-12L": (4, 8, 64, 512, 4),
     "enwik8-12L, long": (2, 8, 64, 1024, 3),
 }
-"""Lanes, heads, width of a head, T = M, and number of timed runs."""
 WAYS: tuple[AttentionName, ...] = ("shifted", "compiled")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 STEPS, VOCABULARY = 12, 256

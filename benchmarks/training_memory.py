@@ -23,17 +23,15 @@ from txl.training.step import StepInputs, training_step
 from txl_lab.records import measure_and_record, process_bytes, run_alone
 
 LANES, LAYERS, VOCABULARY = 2, 4, 204
-LENGTHS = (64, 128, 256, 512, 1024)
-"""Values of T = M."""
-WARM = 8
-"""T and M of the small step."""
+LENGTHS = (64, 128, 256, 512, 1024)  # values of T = M
+WARM = 8  # T and M of the small step
+# Attention and dtype of our model
 OURS: dict[str, tuple[AttentionName, Literal["float32", "bfloat16"]]] = {
     "shifted": ("shifted", "float32"),
     "shifted, bfloat16": ("shifted", "bfloat16"),
     "compiled": ("compiled", "float32"),
     "compiled, bfloat16": ("compiled", "bfloat16"),
 }
-"""Attention and dtype of our model."""
 
 
 def settings(length: int, attention: AttentionName) -> RunConfig:

@@ -20,8 +20,8 @@ from txl_lab.records import measure_and_record
 from txl_lab.speed import transformer_xl_of
 
 STEPS = 5
+# Preset, vocabulary, lanes, and T = M
 SHAPES = (("enwik8-12L", 204, 4, 128), ("enwik8-12L", 204, 4, 512), ("stdlib-bpe", 2048, 16, 128))
-"""Preset, vocabulary, lanes, and T = M."""
 
 
 def _operation(name: str) -> tuple[str, ...]:

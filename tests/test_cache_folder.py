@@ -22,9 +22,9 @@ def nowhere(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987_654)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    module._say.cache_clear()
+    module._warn.cache_clear()
     yield tmp_path
-    module._say.cache_clear()
+    module._warn.cache_clear()
 
 
 def test_the_cache_is_the_user_s(monkeypatch, tmp_path):
@@ -40,7 +40,7 @@ def test_without_a_home_it_is_a_private_folder_below_the_temporary_one(nowhere, 
     assert found.parent == nowhere
     assert found.stat().st_mode & 0o777 == 0o700
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line == f"note: no home folder is known; the cache is {found}, which the system may empty at any time"
+    assert line == f"note: ~/.cache/transformer-xl cannot be made; the cache is {found}, which the system may empty"
     assert data_directory("~/data") == Path("~/data")  # `~` stays, as in a shell without HOME
 
 
@@ -84,4 +84,4 @@ def test_a_trained_model_is_used_without_a_home(trained, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The ")
-    assert [line.split(";")[0] for line in done.stderr.splitlines()] == ["note: no home folder is known"]
+    assert [line.split(";")[0] for line in done.stderr.splitlines()] == ["note: ~/.cache/transformer-xl cannot be made"]

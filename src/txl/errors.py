@@ -19,12 +19,7 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal,
 
 @dataclass(frozen=True)
 class Field:
-    """Mention of a setting in a message, by name and perhaps with a value: "mem_len", "train.capture false".
-
-    Args:
-        name: a parameter of a public function, or a field of the configuration with its section ("train.batch_size").
-        value: value that the user should give, or has given; `...`: the name alone.
-    """
+    """Mention of a setting in a message, by name and perhaps with a value: "mem_len", "train.capture false"."""
 
     name: str
     value: object = ...
@@ -66,11 +61,7 @@ class TxlError(Exception):
         self.but, self.expected, self.remedy = but, expected, remedy
 
     def text(self, name_of: Callable[[str], str] = str) -> str:
-        """Return the message.
-
-        Args:
-            name_of: function from the name of a setting to the words by which a user knows it, such as an option.
-        """
+        """Return the message; `name_of` turns the name of a setting into the words that a user knows, an option."""
         words = [name_of(self.field)] if self.field else []
         words += [] if self.value is ... else [_in_message(self.value)]
         problem, but, expected, remedy = (
@@ -92,12 +83,7 @@ class UserError(TxlError, ValueError):
 
 
 class RunInterrupted(TxlError):
-    """Stop of training by a signal, after the state was saved; the message tells how to resume.
-
-    Args:
-        message: the message.
-        exit_code: 128 plus the number of the signal: 130 for Ctrl-C, 143 for SIGTERM (see `STOP_SIGNALS`).
-    """
+    """Stop of training by a signal, after the state was saved; the message tells how to resume."""
 
     def __init__(self, message: Text, exit_code: int = 130):
         super().__init__(message)
@@ -105,12 +91,7 @@ class RunInterrupted(TxlError):
 
 
 class ProcessLost(TxlError):
-    """Loss of another process of a distributed run, after which this process cannot continue.
-
-    Args:
-        message: the message.
-        quiet: True if another process prints the reason.
-    """
+    """Loss of another process of a distributed run; `quiet` if another process prints the reason."""
 
     def __init__(self, message: Text = "", quiet: bool = False):
         super().__init__(message)
@@ -151,16 +132,7 @@ def _in_message(value: object, quotes_numbers: bool = True) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return a question with the known words nearest to a mistaken word: "did you mean a or b?".
-
-    Args:
-        word: the mistaken word.
-        known: the expected words.
-        cutoff: least similarity of a near word, from 0 to 1.
-
-    Returns:
-        The question; None if no known word is near.
-    """
+    """Return "did you mean a or b?" with the known words near a mistaken one; None if none is as near as `cutoff`."""
     import difflib
 
     near = difflib.get_close_matches(word, list(known), n=3, cutoff=cutoff)
@@ -168,11 +140,7 @@ def did_you_mean(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def brief(value: object) -> str:
-    """Return a value from a file as text for a message.
-
-    Only the first elements of the first two levels are converted: lists that share parts may stand for more elements
-    than any memory holds.
-    """
+    """Return the beginning of a value from a file: lists that share parts may stand for more than memory holds."""
     import reprlib
 
     limited = reprlib.Repr()
@@ -187,11 +155,8 @@ def cause(error: Exception) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an error says that a tensor does not fit into memory.
-
-    PyTorch has no single class for this: OutOfMemoryError on a GPU, RuntimeErrors of several wordings on a CPU, one of
-    them for sizes beyond 64 bits.
-    """
+    """Return whether an error says that a tensor does not fit into memory."""
+    # PyTorch has no single class for this; the last wording is that for sizes beyond 64 bits.
     wordings = ("out of memory", "not enough memory", "can't allocate", "calculation overflowed")
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
@@ -200,10 +165,9 @@ def is_out_of_memory(error: Exception) -> bool:
 
 def named(symbols: Iterable[str]) -> str:
     """Return words, or characters with their code points, as a list for a message, which names eight of them."""
-    words = [symbol if len(symbol) > 1 else _named(symbol) for symbol in symbols]
+    words = []
+    for symbol in symbols:
+        code = ord(symbol) if len(symbol) == 1 else 0  # Python keeps a byte that is not UTF-8 as U+DC80 to U+DCFF
+        name = f"byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code <= 0xDCFF else f"{symbol!r} (U+{code:04X})"
+        words.append(name if len(symbol) == 1 else symbol)
     return ", ".join(words[:8]) + (f" and {len(words) - 8:,} more" if len(words) > 8 else "")
-
-
-def _named(character: str) -> str:
-    code = ord(character)  # Python keeps a byte that is not UTF-8 as U+DC80 to U+DCFF
-    return f"byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code <= 0xDCFF else f"{character!r} (U+{code:04X})"

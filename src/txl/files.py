@@ -49,7 +49,15 @@ def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[Path]:
             temporary.chmod(stat.S_IMODE(path.stat().st_mode))
         sync(temporary)
         if like is not None:
-            _make_like(temporary, like)
+            mode = stat.S_IMODE(like.st_mode) & 0o777
+            try:
+                os.chown(temporary, -1, like.st_gid)
+            except (OSError, AttributeError):  # not a member of this group, which then gets no rights; or Windows
+                mode &= ~0o070
+            with suppress(OSError, AttributeError):  # root alone may
+                os.chown(temporary, like.st_uid, -1)
+            temporary.chmod(mode)
+            os.utime(temporary, ns=(like.st_atime_ns, like.st_mtime_ns))
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -57,25 +65,8 @@ def replacing(path: Path, like: os.stat_result | None = None) -> Iterator[Path]:
         raise
 
 
-def _make_like(path: Path, status: os.stat_result) -> None:
-    """Give a file owner, group, permissions and time of change from a status; without the group, none of its rights."""
-    mode = stat.S_IMODE(status.st_mode) & 0o777
-    try:
-        os.chown(path, -1, status.st_gid)
-    except (OSError, AttributeError):  # not a member of this group, or Windows
-        mode &= ~0o070
-    with suppress(OSError, AttributeError):  # root alone may
-        os.chown(path, status.st_uid, -1)
-    path.chmod(mode)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def absolute(path: str) -> str:
-    """Return the absolute path; `..` behind a link leads to the parent of what the link names, as in the system.
-
-    Raises:
-        UserError: if the path is relative, and the current directory has been removed.
-    """
+    """Return the absolute path; `..` behind a link leads to the parent of what the link names, as in the system."""
     if not os.path.isabs(path):
         check_current_directory()
     parts = Path(path).parts
@@ -123,11 +114,7 @@ def is_replaceable(path: Path) -> bool:
 
 
 def remove_partials(path: Path) -> list[Path]:
-    """Remove the temporary files of `replacing` that killed processes of this machine left beside `path`.
-
-    Returns:
-        Paths of the removed files.
-    """
+    """Remove, and return, the temporary files of `replacing` that killed processes of this machine left at `path`."""
     path, removed = path.resolve(), []
     for left in path.parent.glob(f"{glob.escape(path.name)}.{_machine()}-*-*.partial"):
         process = left.name[len(path.name) + 1 :].split("-")[1]
@@ -139,7 +126,7 @@ def remove_partials(path: Path) -> list[Path]:
 
 
 def _machine() -> str:
-    """Return digits that name this machine or container; others may write to the same folder."""
+    # Other machines or containers may write to the same folder.
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
@@ -148,10 +135,10 @@ def _runs(process: int) -> bool:
         return False  # Windows itself refuses to remove an open file
     try:
         os.kill(process, 0)
+    except PermissionError:
+        return True
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        pass
     return True
 
 
@@ -189,16 +176,7 @@ def parsed_json(text: str) -> Any:
 
 
 def read_json(path: Path, remedy: str = "") -> Any:
-    """Read a JSON file, see `parsed_json`.
-
-    Args:
-        path: the file.
-        remedy: advice to a user with a damaged file, which ends the error message.
-
-    Raises:
-        OSError: if the file cannot be read.
-        UserError: if the content is not JSON.
-    """
+    """Read a JSON file, see `parsed_json`; what is not JSON is a UserError with a remedy."""
     with opened(path) as file:
         content = file.read()
     try:
@@ -209,20 +187,14 @@ def read_json(path: Path, remedy: str = "") -> Any:
 
 
 def opened(path: Path) -> BufferedReader:
-    """Open a file for reading bytes; a named pipe or a device, whose reading may never end, is refused.
-
-    Raises:
-        OSError: if it is not a regular file, or cannot be read.
-    """
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 (closed by the caller)
+    """Open a file for reading bytes; a named pipe or a device, whose reading may never end, is an OSError."""
+    # Opening a named pipe would wait; Windows has neither the flag nor such pipes.
+    flag = getattr(os, "O_NONBLOCK", 0)
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | flag))  # noqa: SIM115 (closed by the caller)
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return file
-
-
-def _without_waiting(name: str, flags: int) -> int:
-    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # Windows has no such flag, and no such pipes
 
 
 def with_null(value: object) -> Any:
@@ -268,13 +240,7 @@ def make_scratch(folder: Path, name: str) -> Path:
 
 
 def refuse_file(path: Path, field: str = "", expected: str = "a directory") -> None:
-    """Refuse a path for a directory if a file or a broken link has it; what does not exist is not refused.
-
-    Args:
-        path: the path.
-        field: name of the setting that it was given to; empty for an argument.
-        expected: what the message says was expected.
-    """
+    """Refuse a path for a directory if a file or a broken link has it; `field` is the setting that it was given to."""
     if os.path.lexists(path) and not path.is_dir():
         kind = "a file" if path.exists() else "a broken link"
         raise UserError(kind, field=field, value=path, expected=expected)
@@ -302,35 +268,28 @@ def cache_folder() -> Path:
     If it cannot be made, return a folder below the system's temporary folder, and log a warning once.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "transformer-xl"
-    is_known = folder.is_absolute()  # `~` stays without HOME and without an entry in the system's user database
-    if is_known and (os.path.exists(folder) or _can_be_made(folder)):
-        return folder
-    instead = _temporary_folder()
-    _say(f"{folder} cannot be made" if is_known else "no home folder is known", instead)
+    if folder.is_absolute():  # `~` stays without HOME and without an entry in the system's user database
+        # Not Path.exists, which raises an error for a folder that may not be looked into.
+        there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+        effective = os.access in os.supports_effective_ids
+        if there == folder or (there.is_dir() and os.access(there, os.W_OK | os.X_OK, effective_ids=effective)):
+            return folder
+    # Code is loaded from the folder, and its parent is open to everybody: only this user may write to it.
+    user = os.geteuid() if hasattr(os, "geteuid") else None
+    instead = Path(tempfile.gettempdir()) / f"transformer-xl-{user}"
+    is_own = False
+    with suppress(OSError):
+        instead.mkdir(mode=0o700, exist_ok=True)
+        status = instead.lstat()
+        is_own = stat.S_ISDIR(status.st_mode) and (
+            user is None or (status.st_uid == user and not status.st_mode & 0o022)
+        )
+    if not is_own:  # another user owns the folder of this name
+        instead = Path(tempfile.mkdtemp(prefix="transformer-xl-"))
+    _warn(folder, instead)
     return instead
 
 
 @functools.cache  # so that each warning is logged once
-def _say(reason: str, instead: Path) -> None:
-    _logger.warning("note: %s; the cache is %s, which the system may empty at any time", reason, instead)
-
-
-def _can_be_made(folder: Path) -> bool:
-    # Not Path.exists, which raises an error for a folder that may not be looked into.
-    parent = next(parent for parent in folder.parents if os.path.exists(parent))
-    effective = os.access in os.supports_effective_ids
-    return parent.is_dir() and os.access(parent, os.W_OK | os.X_OK, effective_ids=effective)
-
-
-def _temporary_folder() -> Path:
-    """Return a folder that only this user can write to: code is loaded from it, and its parent is open to everybody."""
-    user = os.geteuid() if hasattr(os, "geteuid") else None
-    folder = Path(tempfile.gettempdir()) / f"transformer-xl-{user}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if stat.S_ISDIR(status.st_mode) and (user is None or (status.st_uid == user and not status.st_mode & 0o022)):
-            return folder
-    except OSError:
-        pass
-    return Path(tempfile.mkdtemp(prefix="transformer-xl-"))  # another user owns the folder of this name
+def _warn(folder: Path, instead: Path) -> None:
+    _logger.warning("note: %s cannot be made; the cache is %s, which the system may empty", folder, instead)

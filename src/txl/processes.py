@@ -89,14 +89,9 @@ class Processes:
         return parts
 
     def first_does(self, name: str, action: Callable[[], T]) -> T:
-        """Call `action` in process 0 while the others wait without a limit; return the result in all processes.
+        """Call `action` in process 0 while the others wait without a limit; return its JSON value in all processes.
 
-        Args:
-            name: name of the action, used once.
-            action: function that process 0 calls; returns a JSON value.
-
-        Raises:
-            ProcessLost: in the other processes, if `action` fails; process 0 raises the exception of `action`.
+        If it fails, process 0 raises its exception, and the others `ProcessLost`. Each `name` is used once.
         """
         if self.count == 1:
             return action()
@@ -129,16 +124,9 @@ def process_count(variable: Literal["WORLD_SIZE", "LOCAL_WORLD_SIZE"] = "WORLD_S
 
 @contextmanager
 def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
-    """Connect the processes that torchrun started, and yield them with the device of this process.
+    """Connect the processes that torchrun started (if any), and yield them with the device of this process.
 
-    Without torchrun, yield a single process.
-
-    Args:
-        device: "cpu", "cuda" (each process of a machine gets its own GPU), or one GPU by number, "cuda:1".
-
-    Raises:
-        UserError: if one GPU by number is given to several processes of a machine with several GPUs, or the environment
-            does not tell this process its place among the others.
+    For the device "cuda", each process of a machine gets its own GPU.
     """
     count, here = process_count(), process_count("LOCAL_WORLD_SIZE")
     if device.startswith("cuda:"):
@@ -149,7 +137,12 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
     if count < 2 or "RANK" not in os.environ:
         yield Processes(), device
         return
-    _check_environment(count)
+    for name, most in (("RANK", count - 1), ("MASTER_PORT", 65535), ("MASTER_ADDR", None)):
+        text = os.environ.get(name, "")
+        if not text or (most is not None and not (text.isascii() and text.isdecimal() and int(text) <= most)):
+            expected = "the name of a machine" if most is None else f"a number from 0 to {most}"
+            remedy = "start several processes with torchrun, or unset WORLD_SIZE to train in one"
+            raise UserError(f"the environment variable {name} is {text!r}; expected {expected}", remedy=remedy)
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         torch.cuda.set_device(device)
@@ -163,30 +156,17 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         world_size=count,
         timeout=_TIMEOUT,
     )
-    with _lost_peers_named():
-        try:
-            yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
-            dist.barrier()  # a process that leaves early looks like one that died
-        except BaseException:
-            if not device.startswith("cuda"):  # NCCL might wait for a process that has died
-                dist.destroy_process_group()
-            raise
+    try:
+        yield Processes(rank, count, PrefixStore(f"txl-{time_here}", store)), device
+        dist.barrier()  # a process that leaves early looks like one that died
+    except BaseException as error:
+        if not device.startswith("cuda"):  # NCCL might wait for a process that has died
+            dist.destroy_process_group()
+        if isinstance(error, RuntimeError) and is_lost_peer(error):
+            reason = str(error).partition("\n")[0][:200]
+            raise ProcessLost(f"another process of this run has died ({reason}); run the same command again") from None
+        raise
     dist.destroy_process_group()
-
-
-def _check_environment(count: int) -> None:
-    """Refuse environment variables of torchrun's that are missing or not as torchrun sets them."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            remedy = "start several processes with torchrun, or unset WORLD_SIZE to train in one"
-            raise UserError(f"the environment variable {name} is missing", remedy=remedy)
-    for name, most, expected in (
-        ("RANK", count - 1, f"a number from 0 to {count - 1}"),
-        ("MASTER_PORT", 65535, "the number of a port"),
-    ):
-        text = os.environ[name]
-        if not (text.isascii() and text.isdecimal() and int(text) <= most):
-            raise UserError(f"the environment variable {name} is {text!r}; expected {expected}")
 
 
 def is_lost_peer(error: Exception) -> bool:
@@ -194,17 +174,3 @@ def is_lost_peer(error: Exception) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and bool(_LOST_PEER.search(str(error)))
-
-
-@contextmanager
-def _lost_peers_named() -> Iterator[None]:
-    """Raise `ProcessLost` if an exchange fails because another process has died."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_lost_peer(error):
-            reason = str(error).partition("\n")[0][:200]
-            raise ProcessLost(
-                f"another process of this run has died ({reason}); run the same command to go on"
-            ) from None
-        raise

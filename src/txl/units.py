@@ -21,12 +21,7 @@ def measure_name(unit: str) -> str:
 
 
 def metric(unit: str, nll: float) -> tuple[str, str]:
-    """Return the name and the value of a unit's measure: bits per character with four decimals, or perplexity.
-
-    Args:
-        unit: unit of the tokens.
-        nll: mean loss in nats per token.
-    """
+    """Return name and value of a unit's measure for a loss in nats: bits with four decimals, or perplexity."""
     value = quality(nll, unit)
     return measure_name(unit), f"{value:.4f}" if is_character_unit(unit) else ppl_text(value)
 

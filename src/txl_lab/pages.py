@@ -24,10 +24,8 @@ class RecordedPlot:
     """A plot of records, in a file that contains a digest of what it shows."""
 
     path: Path
-    shown: list[Any]
-    """Contents of the plot, ready for JSON."""
-    size: tuple[float, float]
-    """Width and height in inches."""
+    shown: list[Any]  # contents of the plot, ready for JSON
+    size: tuple[float, float]  # width and height in inches
     draw: Callable[[Figure], None]
 
     @property

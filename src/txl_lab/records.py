@@ -21,8 +21,7 @@ from txl.files import JsonObject
 from txl.runs.environment import describe_hardware, describe_software
 
 RESULTS = Path(__file__).parents[2] / "results"
-_CASE = "-"
-"""First word of the command line of a process that measures one case."""
+_CASE = "-"  # first word of the command line of a process that measures one case
 
 
 def header(command: str, device: str = "cpu") -> JsonObject:

@@ -54,11 +54,7 @@ def scaling_output():
 def test_numbers_are_those_of_the_records(tmp_path):
     ratios = dict.fromkeys(training_memory.OURS, 2.0) | {"compiled": 4.0}
     sizes = {"peer": 2**30} | {way: int(2**30 / ratio) for way, ratio in ratios.items()}
-    memory = {
-        "rows": [{"length": 64, "peak_bytes": sizes, "ratio": ratios}],
-        "shape": "s",
-        "n_layer": 4,
-    }
+    memory = {"rows": [{"length": 64, "peak_bytes": sizes, "ratio": ratios}], "shape": "s", "n_layer": 4}
     results = results_with(
         tmp_path / "results", scaling=scaling_output(), training_memory=memory | {"batch_size": 2, "peer": "theirs"}
     )

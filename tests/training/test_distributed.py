@@ -98,21 +98,21 @@ def test_the_number_of_processes_is_that_of_the_environment(text, count, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "expected"),
+    ("name", "value"),
     [
-        ("MASTER_ADDR", None, "the environment variable MASTER_ADDR is missing; start several processes with torchrun"),
-        ("MASTER_PORT", None, "the environment variable MASTER_PORT is missing; start several processes with torchrun"),
-        ("RANK", "x", "the environment variable RANK is 'x'; expected a number from 0 to 1"),
-        ("RANK", "2", "the environment variable RANK is '2'; expected a number from 0 to 1"),
-        ("MASTER_PORT", "x", "the environment variable MASTER_PORT is 'x'; expected the number of a port"),
-        ("MASTER_PORT", "70000", "the environment variable MASTER_PORT is '70000'; expected the number of a port"),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", ""),
+        ("RANK", "x"),
+        ("RANK", "2"),
+        ("MASTER_PORT", "x"),
+        ("MASTER_PORT", "70000"),
     ],
 )
-def test_an_environment_that_torchrun_did_not_set_is_refused(name, value, expected, monkeypatch):
+def test_an_environment_that_torchrun_did_not_set_is_refused(name, value, monkeypatch):
     for each in (("WORLD_SIZE", "2"), ("RANK", "0"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(*each)
-    monkeypatch.setenv(name, value or "")
-    with pytest.raises(UserError, match=expected), processes_of("cpu"):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"environment variable {name} is {value!r}; expected"), processes_of("cpu"):
         pass
 
 

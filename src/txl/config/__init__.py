@@ -5,14 +5,7 @@ all models, `families` the families. The metadata of each field holds its range,
 """
 # ruff: noqa: F401
 
-from txl.config.families import (
-    MODEL_FAMILIES,
-    MODEL_FIELDS,
-    as_family,
-    chosen_family,
-    model_from_dict,
-    model_with,
-)
+from txl.config.families import MODEL_FAMILIES, MODEL_FIELDS, as_family, chosen_family, model_from_dict, model_with
 from txl.config.model import ModelConfig, TransformerConfig
 from txl.config.recurrent import RecurrentConfig, RecurrentKind
 from txl.config.run import (

@@ -53,13 +53,7 @@ def add_parser(commands: Commands) -> None:
         help="train each model until its validation loss no longer improves, at the best of a few learning rates; "
         "--steps is then the largest number of steps (default: four times the scale's)",
     )
-    parser.add_argument(
-        "--reuse",
-        metavar="PATH",
-        action="append",
-        default=[],
-        help=argparse.SUPPRESS,
-    )
+    parser.add_argument("--reuse", metavar="PATH", action="append", default=[], help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="only show what would be trained")
     parser.add_argument(
         "--so-far", action="store_true", help="train nothing; write the page of the models that are finished"

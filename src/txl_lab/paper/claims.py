@@ -16,13 +16,11 @@ from itertools import pairwise
 from typing import Literal, Protocol
 
 Judgement = Literal["holds", "does not hold", "undecided", "not judged"]
-Results = Mapping[str, Mapping[str, Sequence[float]]]
-"""Values by row key and measure, one per seed."""
-Grids = Mapping[str, Sequence[float]]
-"""Possible values by measure, for measures with few possible values."""
+Results = Mapping[str, Mapping[str, Sequence[float]]]  # values by row key and measure, one per seed
+Grids = Mapping[str, Sequence[float]]  # possible values by measure, for measures with few possible values
 
+# Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; the last value serves for more degrees.
 _STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Quantile 0.975 of Student's t for 1, 2, ... degrees of freedom; the last value serves for more degrees."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +43,12 @@ class Judge(Protocol):
 class Claim:
     """A claim of the paper, or the part of a claim that a table can test."""
 
-    key: str
-    """C1 to C7, or a name for a claim of the table itself."""
-    text: str
-    """Claim as it is judged here."""
-    paper: str
-    """The paper's numbers for the claim."""
+    key: str  # c1 to C7, or a name for a claim of the table itself
+    text: str  # claim as it is judged here
+    paper: str  # the paper's numbers for the claim
     judge: Judge
+    # True if the claim is about the published model on the paper's corpus, and not about smaller models
     at_full_size: bool = False
-    """True if the claim is about the published model on the paper's corpus, and not about smaller models."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +143,7 @@ def below(row: str, threshold: float, measure: str = "quality") -> Judge:
 
 
 def _beyond(
-    results: Results,
-    grid: Sequence[float] | None,
-    row: str,
-    threshold: float | str,
-    measure: str,
-    sign: int,
+    results: Results, grid: Sequence[float] | None, row: str, threshold: float | str, measure: str, sign: int
 ) -> Verdict:
     missing = _missing(results, (row,), measure)
     if missing is not None:

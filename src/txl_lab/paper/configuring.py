@@ -16,12 +16,11 @@ from txl_lab.paper.schema import FITTED, Definition, Row
 from txl_lab.speed.budget import with_segment
 
 _LARGEST_WIDTH = 1 << 14
-_CLOSE = 0.1
-"""Largest relative difference in parameters between rows whose numbers of parameters are to match."""
+_CLOSE = 0.1  # largest relative difference in parameters between rows whose numbers of parameters are to match
 
+# Function from two configurations and a vocabulary size to the longest segment with which the first configuration
+# trains in no more memory than the second one
 FitSegment = Callable[[RunConfig, RunConfig, int], int]
-"""Function from two configurations and a vocabulary size to the longest segment with which the first configuration
-trains in no more memory than the second one."""
 
 
 class NotTrained(Exception):

@@ -24,36 +24,33 @@ from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl_lab.paper.stored import stored_json, write_json
 
+# Least gain in nats per token for which half a rate is chosen. Tables share models only at the same rate, so a tiny
+# gain must not change it. Seeds of one model differ by more, 0.01 to 0.06.
 LEAST_GAIN = 0.005
-"""Least gain in nats per token for which half a rate is chosen. Tables share models only at the same rate, so a tiny
-gain must not change it. Seeds of one model differ by more, 0.01 to 0.06."""
 
 
 @dataclass(frozen=True)
 class UntilConverged:
     """Rules of training until convergence. The cap is the largest number of steps."""
 
+    # Number of evaluations in a row without a new best after which training ends. If weights are averaged once
+    # validation stops improving (AWD-LSTM), training waits for `average_patience` more evaluations.
     patience: int = 4
-    """Number of evaluations in a row without a new best after which training ends. If weights are averaged once
-    validation stops improving (AWD-LSTM), training waits for `average_patience` more evaluations."""
+    # Number of evaluations in a row without a new best after which the learning rate is divided by four. With 1, noise
+    # divided the rate of some models halfway through training: they ended 7% and 9% above the perplexity that they
+    # reach with 2, other models 3% (Penn Treebank, one seed of four rows of `memory-depth`).
     plateau_patience: int = 2
-    """Number of evaluations in a row without a new best after which the learning rate is divided by four. With 1, noise
-    divided the rate of some models halfway through training: they ended 7% and 9% above the perplexity that they reach
-    with 2, other models 3% (Penn Treebank, one seed of four rows of `memory-depth`)."""
-    evaluations: int = 25
-    """Number of evaluations up to the cap, at equal distances."""
+    evaluations: int = 25  # number of evaluations up to the cap, at equal distances
+    # Learning rates to try, relative to the recipe's. If the best is at an end, the next one beyond is tried too.
     factors: tuple[float, ...] = (0.5, 1.0, 2.0)
-    """Learning rates to try, relative to the recipe's. If the best is at an end, the next one beyond is tried too."""
-    furthest: float = 4.0
-    """Largest factor that may be tried; the smallest is its reciprocal."""
+    furthest: float = 4.0  # largest factor that may be tried; the smallest is its reciprocal.
+    # Share of the cap, at its end, over which the learning rate of a row that gets so far falls to zero. At the full
+    # rate, noise would hide how good the model is: lowering the rate is worth 0.1 nats and more.
     decay_share: float = 0.25
-    """Share of the cap, at its end, over which the learning rate of a row that gets so far falls to zero. At the full
-    rate, noise would hide how good the model is: lowering the rate is worth 0.1 nats and more."""
-    tuning_share: float = 0.2
-    """Number of steps of a run that tries a learning rate, as a share of the cap."""
+    tuning_share: float = 0.2  # number of steps of a run that tries a learning rate, as a share of the cap
+    # Number of times that the rate may be halved in runs to the end; 0: the short runs decide. Short runs favour high
+    # rates: Table 1's large Transformer-XL is best at 2e-3 after 800 steps, and at 1e-3 after 4,000.
     halvings: int = 2
-    """Number of times that the rate may be halved in runs to the end; 0: the short runs decide. Short runs favour high
-    rates: Table 1's large Transformer-XL is best at 2e-3 after 800 steps, and at 1e-3 after 4,000."""
 
 
 class Tried(TypedDict):
@@ -61,8 +58,7 @@ class Tried(TypedDict):
 
     factor: float
     learning_rate: float
-    nll: float | None
-    """Lowest validation loss, in nats per token; None: training diverged."""
+    nll: float | None  # lowest validation loss, in nats per token; None: training diverged.
     tokens: int
     seconds: float
 
@@ -71,18 +67,13 @@ class Tuned(TypedDict):
     """The choice of a recipe's learning rate."""
 
     recipe: str
-    table: str
-    """Name of the table with the row that was tuned."""
+    table: str  # name of the table with the row that was tuned
     row: str
-    steps: int
-    """Number of steps of a short run."""
-    tried: list[Tried]
-    """Short runs, in ascending order of their rates."""
-    whole: list[Tried]
-    """Runs to the end, in the order in which they were made; empty if the rules have no halvings."""
+    steps: int  # number of steps of a short run
+    tried: list[Tried]  # short runs, in ascending order of their rates
+    whole: list[Tried]  # runs to the end, in the order in which they were made; empty if the rules have no halvings.
     factor: float
-    at_edge: bool
-    """True if the chosen rate is the lowest or the highest that was tried."""
+    at_edge: bool  # True if the chosen rate is the lowest or the highest that was tried
 
 
 def recipe_of(run: RunConfig) -> str:

@@ -66,8 +66,8 @@ class Experiment:
     data_dir: str | None = None
     quiet: bool = False
     so_far: bool = False
+    # Differences of the corpus from the published one; known once `run` has opened it
     changed_text: tuple[str, ...] = field(default=(), init=False)
-    """Differences of the corpus from the published one; known once `run` has opened it."""
 
     def run(self) -> list[RowResult]:
         """Train and measure all rows that have no results yet; a failed row is reported, and the other rows still run.
@@ -225,8 +225,8 @@ class RowModels:
     def __init__(self, experiment: Experiment, measurement: ModelMeasurement, corpus: Corpus, rows: list[RowResult]):
         self.experiment, self.measurement, self.corpus = experiment, measurement, corpus
         beside = experiment.definition.cost_beside
+        # Configuration of the row beside which time and memory are measured, if the table has one
         self.peer = next((result.config for result in rows if result.row.key == beside), None)
-        """Configuration of the row beside which time and memory are measured, if the table has one."""
 
     def __call__(self, result: RowResult, seed: int) -> JsonObject:
         """Return the measurements of a row with a seed; a finished run is not trained again."""

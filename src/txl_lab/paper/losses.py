@@ -11,8 +11,7 @@ from txl.evaluation.sliding import evaluate_sliding
 from txl.evaluation.stream import EvaluationResult, Settings
 from txl.models.family import FamilyModel
 
-WINDOWS = 64
-"""Number of windows that a sliding evaluation computes at once."""
+WINDOWS = 64  # number of windows that a sliding evaluation computes at once
 
 
 def loss_at(

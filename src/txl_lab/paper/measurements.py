@@ -47,12 +47,9 @@ class Trained:
     vocabulary: Vocabulary
     run: RunConfig
     corpus: Corpus
-    directory: Path
-    """Run directory."""
-    checkpoint: str
-    """Name of the model's checkpoint."""
-    made: Path
-    """Folder for files that are made with the model; created if missing."""
+    directory: Path  # run directory
+    checkpoint: str  # name of the model's checkpoint
+    made: Path  # folder for files that are made with the model; created if missing.
 
 
 class ModelMeasurement(Measurement, ABC):
@@ -180,9 +177,7 @@ class Attention(ModelMeasurement):
         return [
             *_drawn("Over seeds", figures.quality_figure(outcome), "Each dot is a seed, each bar the mean of a row."),
             *_drawn(
-                "Against attention length",
-                figures.length_figure(outcome, keys, "attention", "attention length"),
-                text,
+                "Against attention length", figures.length_figure(outcome, keys, "attention", "attention length"), text
             ),
         ]
 
@@ -195,8 +190,7 @@ class Context(ModelMeasurement):
     """Loss at exact context lengths (Appendix C)."""
 
     compares_losses = True
-    fractions = (0.1, 0.5, 1.0)
-    """The values of r in Table 8."""
+    fractions = (0.1, 0.5, 1.0)  # the values of r in Table 8
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
         """Return the losses of the same test targets at every context length."""
@@ -304,8 +298,7 @@ class Speed(Measurement):
 
     measures = ("slower",)
     repeat = "measurement"
-    segment = 128
-    """Number of tokens that Transformer-XL reads at once."""
+    segment = 128  # number of tokens that Transformer-XL reads at once
 
     def time(self, row: Row, scale: Scale, device: str) -> JsonObject:
         """Measure a row once."""
@@ -412,6 +405,7 @@ def is_finite(measured: JsonObject | list[object]) -> bool:
     )
 
 
+# Kinds of tables by their names in `tables.toml`
 MEASUREMENTS: dict[str, Measurement] = {
     "quality": Quality(),
     "attention": Attention(),
@@ -420,4 +414,3 @@ MEASUREMENTS: dict[str, Measurement] = {
     "attention figures": AttentionFigures(),
     "samples": Samples(),
 }
-"""Kinds of tables by their names in `tables.toml`."""

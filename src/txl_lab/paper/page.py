@@ -29,8 +29,8 @@ from txl_lab.paper.outcome import (
 from txl_lab.paper.parts import escape, figure, note, page, pairs, section, table
 from txl_lab.paper.schema import FITTED, Outcome, Row, RowResult
 
+# Most columns of one table with the paper's numbers and ours; with more columns there is a table for each
 _COLUMNS = 6
-"""Most columns of one table with the paper's numbers and ours; with more columns there is a table for each."""
 
 
 def write_outcome(outcome: Outcome, out: Path, command: Sequence[str], circumstances: JsonObject) -> JsonObject:

@@ -22,14 +22,12 @@ class PlannedRow:
 
     key: str
     name: str
-    status: str
-    """One of "to train", "to measure", "published only", "not at this scale", "failed"."""
+    status: str  # one of "to train", "to measure", "published only", "not at this scale", "failed"
     reason: str = ""
     preset: str | None = None
     parameters: int | None = None
     steps: int | None = None
-    tokens: int | None = None
-    """Training tokens of one seed."""
+    tokens: int | None = None  # training tokens of one seed
 
     def to_dict(self) -> JsonObject:
         """Return all fields, ready for JSON."""
@@ -74,10 +72,7 @@ def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, s
 
 def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
     """Return the lines of the plan as a table in Markdown, with totals below the table."""
-    lines = [
-        "| row | model | preset | parameters | steps | tokens a seed | |",
-        "|---|---|---|---:|---:|---:|---|",
-    ]
+    lines = ["| row | model | preset | parameters | steps | tokens a seed | |", "|---|---|---|---:|---:|---:|---|"]
     for row in planned:
         counts = (row.parameters, row.steps, row.tokens)
         numbers = " | ".join("-" if count is None else f"{count:,}" for count in counts)

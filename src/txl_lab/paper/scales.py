@@ -17,12 +17,10 @@ from txl.files import JsonObject
 from txl.presets import preset
 from txl_lab.paper.converging import UntilConverged
 
-Dtype = Literal["float32", "bfloat16"]
-"""Arithmetic; bfloat16 applies to matrix products only (autocast)."""
+Dtype = Literal["float32", "bfloat16"]  # arithmetic; bfloat16 applies to matrix products only (autocast).
 
 
-_CAP = 4
-"""Largest number of steps of a model that trains until convergence, relative to the scale's."""
+_CAP = 4  # largest number of steps of a model that trains until convergence, relative to the scale's
 
 
 @dataclass(frozen=True)
@@ -31,37 +29,28 @@ class Scale:
 
     name: str
     about: str
-    seeds: int
-    """Number of runs of each model, unless the command sets another."""
-    judged: bool
-    """True if claims are judged; False for a scale that only tests the machinery."""
+    seeds: int  # number of runs of each model, unless the command sets another
+    judged: bool  # True if claims are judged; False for a scale that only tests the machinery.
+    # Corpus to use instead of each corpus of the paper; "*" stands for the others. Without an entry: the paper's.
     corpora: dict[str, str]
-    """Corpus to use instead of each corpus of the paper; "*" stands for the others. Without an entry: the paper's."""
+    # Base configuration of the rows of a table of words, of running text; None: each row uses its published preset
     words: Callable[[], RunConfig] | None
-    """Base configuration of the rows of a table of words, of running text; None: each row uses its published preset."""
+    # Base configuration of the rows of a table of characters; None: as for `words`
     characters: Callable[[], RunConfig] | None
-    """Base configuration of the rows of a table of characters; None: as for `words`."""
+    # Attention lengths to try, as multiples of the training segment (Tables 6 and 10)
     attention_lengths: tuple[float, ...]
-    """Attention lengths to try, as multiples of the training segment (Tables 6 and 10)."""
-    eval_tokens: int | None
-    """Number of tokens to read of the validation and of the test split; None: all."""
-    context_step: int
-    """Step between context lengths that RECL compares (Table 8)."""
-    longest_context: int
-    """Longest context length (Table 8, Figure 4)."""
-    targets: int
-    """Least number of targets in Table 8 (`spread_targets`)."""
-    speed_lengths: float
-    """Factor of the attention lengths of Table 9."""
+    eval_tokens: int | None  # number of tokens to read of the validation and of the test split; None: all.
+    context_step: int  # step between context lengths that RECL compares (Table 8)
+    longest_context: int  # longest context length (Table 8, Figure 4)
+    targets: int  # least number of targets in Table 8 (`spread_targets`)
+    speed_lengths: float  # factor of the attention lengths of Table 9
     speed_steps: int = 5
-    max_words: int | None = None
-    """Largest vocabulary of words for a corpus that is not a benchmark."""
-    steps: int | None = None
-    """Steps of every model as the user set them; None: the steps of the base configuration."""
+    max_words: int | None = None  # largest vocabulary of words for a corpus that is not a benchmark
+    steps: int | None = None  # steps of every model as the user set them; None: the steps of the base configuration.
+    # Rules of training until convergence; None: every model makes all steps
     until_converged: UntilConverged | None = None
-    """Rules of training until convergence; None: every model makes all steps."""
+    # Arithmetic of training and of Table 9 as the user set it; None: float32, or that of the preset
     dtype: Dtype | None = None
-    """Arithmetic of training and of Table 9 as the user set it; None: float32, or that of the preset."""
 
     def with_steps(self, steps: int | None) -> Scale:
         """Return the scale with another number of steps."""

@@ -14,12 +14,10 @@ from txl.reporting.plots import Plot
 from txl_lab.paper.claims import Claim, Verdict
 from txl_lab.paper.scales import Scale
 
-FITTED = "model.d_hidden"
-"""Width that a row with `fit` chooses."""
-DrawnFigure = tuple[str, Plot, str]
-"""Heading, plot and caption."""
+FITTED = "model.d_hidden"  # width that a row with `fit` chooses
+DrawnFigure = tuple[str, Plot, str]  # heading, plot and caption
+# Headings of the measures of a row's cost relative to another row
 COSTS = {"time": "training time", "reading": "reading time", "memory": "training memory"}
-"""Headings of the measures of a row's cost relative to another row."""
 
 
 @dataclass(frozen=True)
@@ -35,33 +33,28 @@ class Shape:
 class Row:
     """A row of a table: a model, or an attention length in Table 9."""
 
-    key: str
-    """Name that is unique in the table, used in file names."""
-    name: str
-    """Name in the paper's table."""
-    paper: dict[str, str]
-    """The paper's numbers by column, as printed."""
+    key: str  # name that is unique in the table, used in file names
+    name: str  # name in the paper's table
+    paper: dict[str, str]  # the paper's numbers by column, as printed
+    # Fields to change in the scale's model, by dotted name, with values as on the command line; words in braces stand
+    # for lengths (`options`). None: a published result that this project does not train.
     overrides: Mapping[str, str] | None = None
-    """Fields to change in the scale's model, by dotted name, with values as on the command line; words in braces stand
-    for lengths (`options`). None: a published result that this project does not train."""
     shape: Shape = field(default=Shape())
+    # Preset with the published configuration, for the scale "paper"; None: there is no such preset
     preset: str | None = None
-    """Preset with the published configuration, for the scale "paper"; None: there is no such preset."""
+    # Key of the row whose trained model this row uses, with a continuous cache tuned around the model
     cache_over: str | None = None
-    """Key of the row whose trained model this row uses, with a continuous cache tuned around the model."""
-    fit: str | None = None
-    """Key of the row whose number of parameters this row's width `FITTED` is chosen to match."""
+    fit: str | None = None  # key of the row whose number of parameters this row's width `FITTED` is chosen to match
+    # True if the model has an adaptive softmax with narrower tail clusters, whatever the scale's model has
     adaptive: bool = False
-    """True if the model has an adaptive softmax with narrower tail clusters, whatever the scale's model has."""
+    # Name of the model group in which rows are compared (Table 8), or of the line that joins them in a figure
     group: str = ""
-    """Name of the model group in which rows are compared (Table 8), or of the line that joins them in a figure."""
+    # Divisor of the scale's number of lanes. A step of more segments, or of a longer segment, then has as many tokens
+    # as before.
     lanes_over: int = 1
-    """Divisor of the scale's number of lanes. A step of more segments, or of a longer segment, then has as many tokens
-    as before."""
+    # Key of the row whose training memory limits this row's, which takes the longest segment that fits (Table 10)
     equal_memory_with: str | None = None
-    """Key of the row whose training memory limits this row's, which takes the longest segment that fits (Table 10)."""
-    length: int = 0
-    """Attention length of a row of Table 9."""
+    length: int = 0  # attention length of a row of Table 9
 
     @property
     def trained(self) -> bool:
@@ -85,19 +78,16 @@ class Row:
 class Measurement:
     """A kind of table. Its instances have no state."""
 
-    measures: ClassVar[tuple[str, ...]] = ()
-    """Names of the numbers that a result of a row has."""
-    repeat: ClassVar[str] = "seed"
-    """Experiment that is repeated."""
+    measures: ClassVar[tuple[str, ...]] = ()  # names of the numbers that a result of a row has
+    repeat: ClassVar[str] = "seed"  # experiment that is repeated
+    # Folder of the results, below that of the experiment's results: tables of one experiment share theirs
     results: ClassVar[str] = ""
-    """Folder of the results, below that of the experiment's results: tables of one experiment share theirs."""
-    has_numbers: ClassVar[bool] = True
-    """False if files are all that is made of a model."""
+    has_numbers: ClassVar[bool] = True  # False if files are all that is made of a model
+    # True if, apart from published presets, attention at test is as long as in training: small models become worse with
+    # the longer memory of the published models
     tests_as_trained: ClassVar[bool] = False
-    """True if, apart from published presets, attention at test is as long as in training: small models become worse
-    with the longer memory of the published models."""
+    # True if losses of single targets, which records do not have, are compared between the models of a group
     compares_losses: ClassVar[bool] = False
-    """True if losses of single targets, which records do not have, are compared between the models of a group."""
 
     def gather(self, outcome: Outcome) -> None:
         """Add to an outcome what is not a number of a single result."""
@@ -119,33 +109,24 @@ class Measurement:
 class Definition:
     """A table or figure."""
 
-    name: str
-    """Name on the command line, such as "table6"."""
+    name: str  # name on the command line, such as "table6"
     title: str
     caption: str
-    corpus: str
-    """Corpus in the paper."""
-    metric: str
-    """Metric in the paper and its split, such as "perplexity, test split"."""
-    unit: str
-    """Unit of the paper's tokens: "word" or "character"."""
+    corpus: str  # corpus in the paper
+    metric: str  # metric in the paper and its split, such as "perplexity, test split"
+    unit: str  # unit of the paper's tokens: "word" or "character"
     measurement: Measurement
-    columns: tuple[str, ...] = ()
-    """Columns of the paper's numbers."""
+    columns: tuple[str, ...] = ()  # columns of the paper's numbers
     rows: tuple[Row, ...] = ()
     claims: tuple[Claim, ...] = ()
-    experiment: str = ""
-    """Name of the experiment, whose definitions share runs and results; empty: `name`."""
-    cost_beside: str = ""
-    """Key of the row to which every row's time and memory are compared; empty: not measured."""
+    experiment: str = ""  # name of the experiment, whose definitions share runs and results; empty: `name`.
+    cost_beside: str = ""  # key of the row to which every row's time and memory are compared; empty: not measured.
+    # True if the table needs a corpus of sentences in random order, like One Billion Word, and segments as short as the
+    # paper's (`Scale.base`)
     separate_sentences: bool = False
-    """True if the table needs a corpus of sentences in random order, like One Billion Word, and segments as short as
-    the paper's (`Scale.base`)."""
-    pictures: str = ""
-    """Pattern for the names of files made with the model that the page shows as figures."""
+    pictures: str = ""  # pattern for the names of files made with the model that the page shows as figures
     notes: tuple[str, ...] = ()
-    is_open_question: bool = False
-    """True for a question that the paper left open, so that the paper has no such table."""
+    is_open_question: bool = False  # True for a question that the paper left open, so that the paper has no such table
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -171,8 +152,7 @@ class RowResult:
     reason: str = ""
     config: JsonObject | None = None
     parameters: int | None = None
-    by_seed: dict[int, JsonObject] = field(default_factory=dict)
-    """Measurements by seed."""
+    by_seed: dict[int, JsonObject] = field(default_factory=dict)  # measurements by seed
 
     @property
     def parameters_text(self) -> str:
@@ -193,8 +173,7 @@ class GroupGains:
 
     group: str
     seed: int
-    gains: dict[str, dict[tuple[int, int], float]]
-    """Gains by row and pair of context lengths (c, c')."""
+    gains: dict[str, dict[tuple[int, int], float]]  # gains by row and pair of context lengths (c, c')
 
 
 @dataclass(frozen=True)
@@ -204,19 +183,16 @@ class Outcome:
     definition: Definition
     scale: Scale
     seeds: int
-    corpus: str
-    """Name or path of our corpus."""
+    corpus: str  # name or path of our corpus
     unit: str
     rows: list[RowResult]
-    values: dict[str, dict[str, list[float]]]
-    """Values by row and measure, one per seed."""
+    values: dict[str, dict[str, list[float]]]  # values by row and measure, one per seed
+    # Mean loss in nats by row and attention or context length, one value per seed
     curves: dict[str, dict[int, list[float]]] = field(default_factory=dict)
-    """Mean loss in nats by row and attention or context length, one value per seed."""
-    changed_text: tuple[str, ...] = ()
-    """Differences of our corpus from the published one."""
+    changed_text: tuple[str, ...] = ()  # differences of our corpus from the published one
     gains: list[GroupGains] = field(default_factory=list)
+    # Possible values by measure, for measures that are lengths
     grids: dict[str, list[float]] = field(default_factory=dict)
-    """Possible values by measure, for measures that are lengths."""
 
     @property
     def failed(self) -> list[RowResult]:

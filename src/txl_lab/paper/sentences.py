@@ -13,12 +13,11 @@ from txl.data.lanes import shuffled
 from txl.errors import UserError
 from txl.files import write_whole
 
+# Line ends, and white space after a full stop that is a token; a closing quotation mark stays with its sentence
 _TOKEN_ENDS = re.compile(r"(?<=\s[.!?])[^\S\n]+(?![\"')])|\n")
-"""Line ends, and white space after a full stop that is a token; a closing quotation mark stays with its sentence."""
 _WORD_ENDS = re.compile(r"(?<=[.!?])\s+|\n")
 _LINES = re.compile(r"\n")
-_SENTENCE_LINES = ("ptb",)
-"""Corpora with one sentence per line, in which full stops only belong to abbreviations."""
+_SENTENCE_LINES = ("ptb",)  # corpora with one sentence per line, in which full stops only belong to abbreviations
 SEED = 1
 
 

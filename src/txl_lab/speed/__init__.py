@@ -5,8 +5,8 @@ from __future__ import annotations
 from txl.config import RunConfig, TransformerXLConfig
 from txl.errors import UserError
 
+# Published slowdown of a vanilla Transformer on one GPU (Table 9), by attention length
 TABLE_9 = {800: 363, 1800: 773, 2800: 1409, 3800: 1874}
-"""Published slowdown of a vanilla Transformer on one GPU (Table 9), by attention length."""
 
 
 def transformer_xl_of(run: RunConfig) -> TransformerXLConfig:

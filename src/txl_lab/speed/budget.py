@@ -26,8 +26,8 @@ from txl.training.estimate import LiveBytes, ranked_tokens
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 
+# Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors
 STEPS = 2
-"""Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors."""
 
 
 def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
@@ -75,11 +75,9 @@ class Fit:
     """The longest segment that fits into a memory budget."""
 
     segment: int
-    peak_bytes: int
-    """Peak bytes with this segment."""
+    peak_bytes: int  # peak bytes with this segment
     budget_bytes: int
-    measured: dict[int, int]
-    """Peak bytes by segment length, for every length that was tried."""
+    measured: dict[int, int]  # peak bytes by segment length, for every length that was tried
 
     def to_dict(self) -> JsonObject:
         """Return all fields as a dictionary for JSON."""

@@ -29,10 +29,8 @@ class Slowdown:
     attention_length: int
     segment: int
     dtype: str
-    vanilla_seconds: float
-    """Median time per token."""
-    transformer_xl_seconds: float
-    """Median time per token."""
+    vanilla_seconds: float  # median time per token
+    transformer_xl_seconds: float  # median time per token
 
     @property
     def ratio(self) -> float:

@@ -30,15 +30,13 @@ class Speed:
     batch_size: int
     segment: int
     mem_len: int
-    step_seconds: float
-    """Median time of the timed steps."""
+    step_seconds: float  # median time of the timed steps
     tokens_per_second: float
     operations_per_step: int
+    # Operations per second of a 2048 x 2048 matrix product in the same dtype: mean of the rates before and after
     matmul_rate: float
-    """Operations per second of a 2048 x 2048 matrix product in the same dtype: mean of the rates before and after."""
     attention: str
-    compiled: bool = False
-    """True if `torch.compile` compiled the layers."""
+    compiled: bool = False  # True if `torch.compile` compiled the layers
 
     @property
     def fraction(self) -> float:

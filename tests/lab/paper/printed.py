@@ -80,11 +80,7 @@ PRINTED = {
         ("Transformer-XL (151M)", "✓", "Ours", "Full", "-", "23.16", "450"),
         ("Transformer-XL (151M)", "✓", "Ours", "Full", "-", "23.35", "300"),
     ),
-    "table7": (
-        ("Ours", "25.2"),
-        ("With Shaw et al. (2018) encodings", "25.7"),
-        ("Without recurrence", "27.1"),
-    ),
+    "table7": (("Ours", "25.2"), ("With Shaw et al. (2018) encodings", "25.7"), ("Without recurrence", "27.1")),
     "table8": (
         ("Transformer-XL 151M", "900", "800", "700"),
         ("QRNN", "500", "400", "300"),
@@ -94,12 +90,7 @@ PRINTED = {
         ("- remove recurrence", "300", "300", "300"),
         ("Transformer", "128", "128", "128"),
     ),
-    "table9": (
-        ("3,800", "1,874x"),
-        ("2,800", "1,409x"),
-        ("1,800", "773x"),
-        ("800", "363x"),
-    ),
+    "table9": (("3,800", "1,874x"), ("2,800", "1,409x"), ("1,800", "773x"), ("800", "363x")),
     "table10": (
         ("128", "✓", "Ours", "Full", "26.77", "27.02", "500"),
         ("128", "✓", "Ours", "Partial", "28.33", "28.69", "460"),

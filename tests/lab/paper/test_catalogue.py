@@ -15,13 +15,7 @@ from txl.presets import preset, presets
 from txl.presets.baselines import SMALL_AWD
 from txl.training.estimate import estimate
 from txl_lab.paper.catalogue import definitions
-from txl_lab.paper.configuring import (
-    NotTrained,
-    configure,
-    estimated_segment,
-    fitted,
-    with_equal_tokens,
-)
+from txl_lab.paper.configuring import NotTrained, configure, estimated_segment, fitted, with_equal_tokens
 from txl_lab.paper.converging import UntilConverged
 from txl_lab.paper.measurements import Quality, Speed
 from txl_lab.paper.scales import PAPER, SMALL, TINY
@@ -117,10 +111,7 @@ def test_every_row_is_valid_or_flagged(definition, row, scale):
         return
     data = DataConfig(corpus="stdlib", unit="word" if definition.unit == "word" else "byte")
     size = presets()[row.preset].vocab_size if scale.is_published and row.preset in presets() else 10_000
-    flagged = {
-        "published only": not row.trained,
-        "not at this scale": scale.is_published and row.preset is None,
-    }
+    flagged = {"published only": not row.trained, "not at this scale": scale.is_published and row.preset is None}
     if any(flagged.values()):
         with pytest.raises(NotTrained) as why:
             configure(definition, row, scale, data, size, estimated_segment)
