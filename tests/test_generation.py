@@ -59,7 +59,7 @@ def test_greedy_takes_the_likeliest_by_hand(model):
 def test_a_prompt_longer_than_memory_and_segment_equals_reading_it_token_by_token(model, monkeypatch):
     prompt = "abcdefgh. " * 13
     expected = text(model, prompt)
-    monkeypatch.setattr("txl.generation.reading.PROMPT_SEGMENT", 1)
+    monkeypatch.setattr("txl.generation.engine.PROMPT_SEGMENT", 1)
     assert text(model, prompt) == expected
     # Tokens beyond the reach of two layers with window 7 change nothing.
     assert text(model, prompt[-14:]) == expected

@@ -8,8 +8,7 @@ from tests.decoding.test_engine import LENGTHS, STEPS, by_the_model, drawn, rand
 from tests.models.test_contract import VARIANTS, lively
 
 from txl.errors import UserError
-from txl.generation.engine import DecodeEngine
-from txl.generation.reading import TextReading
+from txl.generation.engine import DecodeEngine, TextReading
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,7 +48,7 @@ def test_text_read_into_a_saved_stream_is_the_stream_s_text(lengths, compile):
     expected = by_the_model(model, ids, **lengths)
     state, found = engine.empty_state(), []
     for start in range(0, len(ids), 7):
-        reading = TextReading(engine.reader, ids[start : start + 7], state, segment=3)
+        reading = TextReading(engine, ids[start : start + 7], state, segment=3)
         while not reading.done:
             hidden, targets = reading.step()
             with torch.inference_mode():
@@ -76,7 +75,7 @@ def test_a_stream_of_a_shorter_memory_does_not_see_what_others_left():
     with pytest.raises(UserError, match="holds 3 positions of memory, but this engine's streams see 8"):
         longer.enter(many)
     with pytest.raises(UserError, match="read for an engine with another mem_len"):
-        longer.enter(TextReading(short.reader, random_tokens(1, 1)))
+        longer.enter(TextReading(short, random_tokens(1, 1)))
     assert not longer.streams
     text = longer.join(random_tokens(30, 2), seed=4)
     kept = short.enter(longer.save(text), seed=4)  # the newest positions are enough
@@ -95,14 +94,14 @@ def test_what_a_saved_stream_is_refused():
         engine.enter(engine.empty_state())
     assert not engine.streams
     with pytest.raises(UserError, match="not read to its end"):
-        engine.enter(TextReading(engine.reader, random_tokens(9, 1)))
+        engine.enter(TextReading(engine, random_tokens(9, 1)))
     assert not engine.streams
     stream = engine.join(random_tokens(3, 1))
     engine.advance()
     with pytest.raises(UserError, match="put"):
         engine.save(stream)
     with pytest.raises(UserError, match="places are taken"):
-        engine.enter(TextReading(engine.reader, random_tokens(1, 1)))
+        engine.enter(TextReading(engine, random_tokens(1, 1)))
     model.layers[0].register_forward_hook(lambda *_: None)
     listened = DecodeEngine(model)
     with pytest.raises(UserError, match="cannot be saved"):

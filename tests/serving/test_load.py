@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 
 from tests.serving.conftest import wait_for
-from txl.generation.reading import StreamState
+from txl.generation.engine import StreamState
 from txl.serving.requests import Limits
 
 PROMPT = "12. The river rose in the night"

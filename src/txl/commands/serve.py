@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _differences(settings: EvalConfig, window: int | None) -> Iterator[str]:
     """Yield the reasons why log-probabilities of this server differ from those of `txl score`."""
-    from txl.generation.reading import PROMPT_SEGMENT
+    from txl.generation.engine import PROMPT_SEGMENT
 
     if settings.temperature != 1:
         yield f"log-probabilities are those of temperature 1; txl score uses the run's, {settings.temperature:g}"

@@ -6,7 +6,9 @@
     tokens = engine.step()                       # the next token of each stream, in the order of engine.streams
     engine.leave(first)
 
-Shapes: B streams, V vocabulary.
+A prompt is read a segment at a time by a `TextReading`, into a value that occupies no place of the engine.
+
+Shapes: B streams, T tokens of a segment, V vocabulary, E d_model, H heads, M positions held, D width of a head.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from torch import Tensor
 from txl.config import Limit
 from txl.devices import sent
 from txl.errors import UserError
-from txl.generation.reading import Reader, StreamState, TextReading
 from txl.generation.sampling import (
     REASONS,
     Sampling,
@@ -34,12 +35,15 @@ from txl.generation.sampling import (
     checked_tokens,
     permitted,
 )
-from txl.generation.steps import CompiledStep, DrawSettings, MemorySlots, ModuleStep, Slots, StaticStep, make_step
+from txl.generation.steps import CompiledStep, DrawSettings, ModuleStep, Slots, StaticStep
 from txl.models.language_model import LanguageModel
-from txl.models.memory import Memory
-from txl.models.structure import evaluation_view
+from txl.models.memory import Memory, Projections
+from txl.models.structure import Frozen, evaluation_view
 from txl.models.transformer_xl import TransformerXL
+from txl.native.build import library
 
+# Tokens of a prompt read at once: between two segments other streams take steps, and scores stay small.
+PROMPT_SEGMENT = 128
 _MOST_DRAWINGS = 1000  # draw settings in the cache: a server's clients may choose any number of them
 _logger = logging.getLogger(__name__)
 
@@ -52,12 +56,27 @@ class Stream:
     sampling: Sampling
     seed: int
     forbidden: tuple[int, ...]
-    drawn: int = 0
-    """Number of tokens drawn so far."""
-    waiting: bool = True
-    """True: the last token has not been read yet; the next step reads it."""
-    ended: str | None = None
-    """Reason why the engine ended the stream, if no token could be drawn; else None."""
+    drawn: int = 0  #: number of tokens drawn so far
+    waiting: bool = True  #: True: the last token has not been read yet; the next step reads it
+    ended: str | None = None  #: why the engine ended the stream, if no token could be drawn
+
+
+@dataclass(frozen=True)
+class StreamState:
+    """State of a stream as a value: keys, values and the waiting token.
+
+    `DecodeEngine.enter` and `TextReading` continue from a state.
+    """
+
+    n_token: int  # of the stream, including the waiting token; 0 for an empty stream
+    waiting: int  # id of the stream's last token, which the next step reads; 0 for an empty stream
+    keys: tuple[Float[Tensor, "H M D"], ...]  # one [H,M,D] a layer, the oldest position first
+    values: tuple[Float[Tensor, "H M D"], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of keys and values in bytes."""
+        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
 
 
 class DecodeEngine:
@@ -103,19 +122,27 @@ class DecodeEngine:
         # In their own dtype the weights are shared, and the engine notices if they change; a converted copy cannot.
         converted = dtype if dtype != model.softmax.bias.dtype else None
         self.model = evaluation_view(model, converted)
-        frozen = (model if converted is None else self.model).freeze()
+        self._frozen = (model if converted is None else self.model).freeze()
+        self._calls_modules = self._frozen.outsider is not None  # streams cannot be saved then
+        self._views: dict[int, Frozen] = {}
+        self._positions: tuple[Tensor, ...] | None = None
         with torch.inference_mode():
             state = self.model.init_state(1, mem_len, window, clamp_len)
-            self.reader = Reader(self.model, frozen, state.lengths)
-            shape, like = self.model.config, self.reader.like
+            self.lengths = state.lengths
+            shape, like, clamp = self.model.config, self.model.softmax.bias, state.lengths.clamp_len
             # A hook or a foreign module must be called, which rings of projected keys and values would bypass.
-            if frozen.outsider is None:
-                self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
-                self._step = make_step(self.model, self._slots, state.lengths.clamp_len, compile)
+            if self._calls_modules:
+                problem = self._frozen.outsider
+                _logger.warning("decoding calls the model's modules for one stream at a time: %s", problem)
+                self._slots = self._step = ModuleStep(self.model, max_streams)
             else:
-                _logger.warning("decoding calls the model's modules for one stream at a time: %s", frozen.outsider)
-                self._slots = MemorySlots(max_streams, like.device)
-                self._step = ModuleStep(self.model, self._slots)
+                self._slots = Slots(shape.n_layer, max_streams, shape.n_head, shape.d_head, state.capacity, like)
+                compiles = compile and like.device.type == "cpu" and library() is not None
+                if compiles and (weights := self.model.compiled_weights()) is not None:
+                    self._step = CompiledStep(self.model, self._slots, clamp, weights)
+                else:
+                    captured = compile and like.device.type == "cuda"
+                    self._step = StaticStep(self.model, self._slots, clamp, captured=captured)
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)
@@ -149,14 +176,12 @@ class DecodeEngine:
             sampling: sampling settings; None: draw from the 40 likeliest tokens.
             forbidden: token ids that are never drawn.
         """
-        if not isinstance(sampling, Sampling | None):
-            raise UserError(field="sampling", value=sampling, expected="a txl.Sampling")
         ids = checked_tokens(prompt, self.model.vocab_size)
         stream = self._stream(seed, 0, sampling, forbidden)
-        reading = TextReading(self.reader, ids)
+        reading = TextReading(self, ids)
         while not reading.done:
             reading.step()
-        return self._place(stream, reading.memory, reading.n_token, reading.waiting)
+        return self._place(stream, reading)
 
     def enter(
         self,
@@ -184,10 +209,9 @@ class DecodeEngine:
         if isinstance(read, TextReading):
             if not read.done:
                 raise UserError("the text is not read to its end; call `step` of the reading until it is `done`")
-            if read.reader.lengths != self.reader.lengths:
+            if read.engine.lengths != self.lengths:
                 raise UserError("the text was read for an engine with another mem_len or window; read it for this one")
-        memory = read.memory if isinstance(read, TextReading) else self.reader.memory_of(read)
-        return self._place(stream, memory, read.n_token, read.waiting)
+        return self._place(stream, read)
 
     def save(self, stream: Stream) -> StreamState:
         """Return a copy of a stream's state; the stream does not change.
@@ -195,10 +219,8 @@ class DecodeEngine:
         Raises:
             UserError: if the stream has no waiting token, or the engine calls the model's modules.
         """
-        self._check_member(stream)
-        if not stream.waiting:
-            raise UserError("the stream has read all its tokens; give it another one with `put`")
-        self.reader.check_saves()
+        self._check_waiting(stream)
+        self._check_saves()
         slots = self._slots
         assert isinstance(slots, Slots)
         with torch.inference_mode():
@@ -208,11 +230,45 @@ class DecodeEngine:
 
     def empty_state(self) -> StreamState:
         """Return the state of a stream without tokens."""
-        return self.reader.empty_state()
+        self._check_saves()
+        shape = self.model.config
+        with torch.inference_mode():
+            nothing = (self.model.softmax.bias.new_empty(shape.n_head, 0, shape.d_head),) * shape.n_layer
+        return StreamState(0, 0, nothing, nothing)
 
     def memory_of(self, state: StreamState, view: TransformerXL | None = None) -> Memory:
-        """Return a saved state as a memory for reading segments with a view of the model (default: the engine's)."""
-        return self.reader.memory_of(state, view)
+        """Return a saved state as a memory for reading segments with a view of the model (default: the engine's).
+
+        A saved state has keys and values but no hidden states, which are NaN here. Of a longer memory only the newest
+        positions are kept.
+
+        Raises:
+            UserError: if the state comes from an engine with a shorter memory and lacks positions that are seen here.
+        """
+        self._check_saves()
+        like, view = self.model.softmax.bias, view or self.model
+        with torch.inference_mode():
+            empty = self.model.empty_state(1, self.lengths)
+            if state.n_token == 0:
+                return empty
+            n_held = min(state.keys[0].shape[1], empty.capacity)
+            wanted = min(state.n_token - 1, empty.capacity)
+            if n_held < wanted:
+                problem = f"the stream holds {n_held} positions of memory, but this engine's streams see {wanted}"
+                raise UserError(problem, remedy="enter it into an engine with the same mem_len and window")
+            # A view reuses only keys and values that carry its own record.
+            known = self._views.get(id(view))
+            if known is None or known.model is not view or not known.holds():
+                known = self._views[id(view)] = view.freeze()
+            if self._positions is None:
+                n_distance = empty.capacity + PROMPT_SEGMENT
+                self._positions = self.model.position_projections(n_distance, empty.clamp_len, like)
+            newest = slice(state.keys[0].shape[1] - n_held, None)
+            # NaN, so that code that needs hidden states cannot compute plausible but wrong numbers.
+            unknown = like.new_full((1, 1, self.model.config.d_model), float("nan")).expand(1, n_held, -1)
+            keys, values = (tuple(layer[:, None, newest] for layer in kind) for kind in (state.keys, state.values))
+            held = Projections(known, None, keys, values, self._positions)
+        return replace(empty, hidden=(unknown,) * len(keys), projections=held)
 
     def fork(self, stream: Stream, *, seed: int) -> Stream:
         """Start a second stream that has read the same tokens, and continues with another seed."""
@@ -318,15 +374,24 @@ class DecodeEngine:
         for stream in streams:
             stream.waiting = True
 
+    def check_weights(self) -> None:
+        """Raise an error if the model has changed since the engine was made."""
+        # If all modules are called, their hooks run too, even hooks that were added later.
+        if not self._frozen.holds(hooks=not self._calls_modules):
+            problem = f"the model's weights have changed since the engine was made ({self._frozen.change()})"
+            raise UserError(problem, remedy="make a new engine")
+
+    def _check_saves(self) -> None:
+        if self._calls_modules:
+            raise UserError("decoding calls the model's modules, so that its streams cannot be saved; see the log")
+
     def _check_ready(self, streams: Sequence[Stream]) -> None:
         """Raise an error if a stream cannot take a step or is given twice, or if the model has changed."""
         for stream in streams:
-            self._check_member(stream)
-            if not stream.waiting:
-                raise UserError("a stream has read all its tokens; give it another one with `put`")
-        if len({stream.slot for stream in streams}) < len(streams):
+            self._check_waiting(stream)
+        if len(set(streams)) < len(streams):
             raise UserError("a stream was given twice; expected each of them once")
-        self.reader.check_weights()
+        self.check_weights()
 
     def _drawing(self, stream: Stream) -> DrawSettings:
         """Return a stream's draw settings, cached so that its forbidden tokens are sent to the device once."""
@@ -335,14 +400,11 @@ class DecodeEngine:
             if len(self._drawings) == _MOST_DRAWINGS:
                 self._drawings.clear()
             never = sent(torch.tensor(stream.forbidden), self._next.device) if stream.forbidden else None
-            self._drawings[key] = DrawSettings(stream.sampling, stream.forbidden, never)
+            self._drawings[key] = DrawSettings(*key, never)
         return self._drawings[key]
 
     def _draw(self, log_probs: Tensor, streams: list[Stream]) -> Int64[Tensor, "2 B"]:
-        """Draw a token for every row of [B,V]; return the tokens, and each row's index into `REASONS`.
-
-        The program does not wait for the device.
-        """
+        """Draw a token for every row of [B,V], without waiting for the device; also return indices into `REASONS`."""
         # Streams with equal settings draw together; a request on the server may have settings of its own.
         groups: dict[DrawSettings, list[int]] = {}
         for row, stream in enumerate(streams):
@@ -359,6 +421,8 @@ class DecodeEngine:
 
     def _stream(self, seed: int, drawn: int, sampling: Sampling | None, forbidden: Sequence[int]) -> Stream:
         """Return a stream that has no slot yet, after checking its settings and that a slot is free."""
+        if not isinstance(sampling, Sampling | None):
+            raise UserError(field="sampling", value=sampling, expected="a txl.Sampling")
         never = checked_forbidden(forbidden, self.model.vocab_size)
         self._free_slot()
         return Stream(-1, sampling or Sampling(), checked_seed(seed), never, drawn)
@@ -366,18 +430,18 @@ class DecodeEngine:
     def _free_slot(self) -> int:
         if not self._free:
             raise UserError(
-                f"all {self.max_streams} places are taken",
-                remedy="let a stream leave, or make an engine with more max_streams",
+                f"all {self.max_streams} places are taken", remedy="let a stream leave, or raise max_streams"
             )
-        self.reader.check_weights()
+        self.check_weights()
         return self._free[0]
 
-    def _place(self, stream: Stream, memory: Memory, n_token: int, waiting: int) -> Stream:
-        """Let a stream join with the memory of `n_token` tokens, of which the last, `waiting`, is not read yet."""
+    def _place(self, stream: Stream, read: TextReading | StreamState) -> Stream:
+        """Let a stream join that has read all tokens but the last, which waits."""
+        memory = read.memory if isinstance(read, TextReading) else self.memory_of(read)
         slot = self._free_slot()
         with torch.inference_mode():
-            self._slots.fill(slot, memory, n_token - 1)
-            self._next[slot] = waiting
+            self._slots.fill(slot, memory, read.n_token - 1)
+            self._next[slot] = read.waiting
         return self._occupy(slot, stream)
 
     def _occupy(self, slot: int, stream: Stream) -> Stream:
@@ -389,9 +453,87 @@ class DecodeEngine:
 
     def _check_member(self, stream: Stream) -> None:
         if stream not in self._streams:
-            if stream.ended is not None:
-                raise UserError(f"the stream has ended: {stream.ended}")
-            raise UserError("the stream is not one of this engine's, or has left it")
+            gone = (
+                "is not one of this engine's, or has left it" if stream.ended is None else f"has ended: {stream.ended}"
+            )
+            raise UserError(f"the stream {gone}")
+
+    def _check_waiting(self, stream: Stream) -> None:
+        self._check_member(stream)
+        if not stream.waiting:
+            raise UserError("the stream has read all its tokens; give it another one with `put`")
+
+
+class TextReading:
+    """Reading of tokens, a segment at a time, so that other streams can take steps in between.
+
+    The engine does not change: the result is a value, `memory`, until `DecodeEngine.enter` copies it into a slot or
+    `state` returns it as a `StreamState`. The last token is not read; it waits for the stream's next step.
+
+    Args:
+        engine: the engine that the text is for.
+        ids: token ids, at least one, all in the vocabulary (see `checked_tokens`).
+        after: state of the stream before these tokens; None: an empty stream.
+        segment: largest number of tokens of a segment, at most `PROMPT_SEGMENT`.
+        view: view of the engine's model with observed attention, which reads instead of the model; None: the model.
+    """
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        ids: Int64[Tensor, " n"],
+        after: StreamState | None = None,
+        segment: int = PROMPT_SEGMENT,
+        view: TransformerXL | None = None,
+    ):
+        self.waiting = int(ids[-1])
+        ids = sent(ids, engine.model.softmax.bias.device)
+        self.engine, self._segment, self._model = engine, min(segment, PROMPT_SEGMENT), view or engine.model
+        before = after.n_token if after is not None else 0
+        if after is not None and before > 0:
+            # The last token of a stream is never read: the next step, or the next text, reads it.
+            ids = torch.cat([ids.new_tensor([after.waiting]), ids])
+            self.memory = engine.memory_of(after, self._model)
+        else:
+            with torch.inference_mode():
+                self.memory = engine.model.empty_state(1, engine.lengths)
+        self._ids, self._at = ids, 0
+        # Number of tokens of the stream after the reading, including the waiting token.
+        self.n_token = ids.shape[0] + max(0, before - 1)
+
+    @property
+    def done(self) -> bool:
+        """True when all tokens but the last have been read."""
+        return self._at >= self._ids.shape[0] - 1
+
+    @property
+    def read(self) -> int:
+        """Number of tokens of the stream that have been read."""
+        return self.n_token - (self._ids.shape[0] - self._at)
+
+    def step(self) -> tuple[Float[Tensor, "1 T E"], Int64[Tensor, "1 T"]]:
+        """Read the next segment.
+
+        Returns:
+            final hidden states, for `log_probs_of` or `nll_of` of the engine's model; targets, the token after each
+            token read.
+        """
+        self.engine.check_weights()
+        end = min(self._at + self._segment, self._ids.shape[0] - 1)
+        with torch.inference_mode():
+            hidden, self.memory = self._model.hidden_states(self._ids[None, self._at : end], self.memory)
+        targets = self._ids[None, self._at + 1 : end + 1]
+        self._at = end
+        return hidden, targets
+
+    def state(self) -> StreamState:
+        """Return the state after the tokens read so far, with the next token as the waiting one."""
+        projections = self.memory.projections
+        if projections is None:
+            return replace(self.engine.empty_state(), n_token=1, waiting=int(self._ids[0]))
+        # Copied: reading may go on in the same buffers.
+        keys, values = (tuple(layer[:, 0].clone() for layer in kind) for kind in (projections.keys, projections.values))
+        return StreamState(self.read + 1, int(self._ids[self._at]), keys, values)
 
 
 def decodes(model: LanguageModel) -> TypeGuard[TransformerXL]:

@@ -31,25 +31,19 @@ class Sampling:
 
     top_k: int | None = 40
     top_p: float | None = None
-    temperature: float = 1.0
-    """0: always draw the likeliest token."""
+    temperature: float = 1.0  #: 0: always draw the likeliest token
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and _whole(self.top_k, "top_k") < 1:
-            raise UserError(
-                field="top_k", value=self.top_k, expected="1 or more candidates, or none for the whole vocabulary"
-            )
-        for name in ("top_p", "temperature"):
-            if not isinstance(value := getattr(self, name), Real | None):
-                raise UserError(f"{name} is {value!r}; expected a number")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise UserError(field="top_p", value=self.top_p, expected="a probability above 0 and at most 1")
-        if self.temperature is None or not 0 <= self.temperature < float("inf"):
-            raise UserError(field="temperature", value=self.temperature, expected="0 (greedy) or a number above it")
+        top_k, top_p, temperature = self.top_k, self.top_p, self.temperature
+        if top_k is not None and _whole(top_k, "top_k") < 1:
+            raise UserError(field="top_k", value=top_k, expected="1 or more, or none for the whole vocabulary")
+        if top_p is not None and not (isinstance(top_p, Real) and 0 < top_p <= 1):
+            raise UserError(field="top_p", value=top_p, expected="a probability above 0 and at most 1")
+        if not (isinstance(temperature, Real) and 0 <= temperature < float("inf")):
+            raise UserError(field="temperature", value=temperature, expected="0 (greedy) or a number above it")
 
     def pick(self, log_probs: Float[Tensor, "B V"], chances: Float64[Tensor, " B"]) -> Int64[Tensor, " B"]:
-        """Draw a token for each lane by its random number in `chances`, in [0, 1); `permitted` must have checked the
-        probabilities."""
+        """Draw a token for each lane by its random number in [0, 1); `permitted` has checked the probabilities."""
         if self.temperature == 0:
             return log_probs.argmax(dim=-1)
         n_candidate = min(self.top_k or log_probs.shape[-1], log_probs.shape[-1])
@@ -167,18 +161,14 @@ def chances(seeds: Int64[Tensor, " B"], numbers: Int64[Tensor, " B"]) -> Float64
 
 def _mixed(state: Tensor) -> Tensor:
     """Take a step of SplitMix64."""
-    # PyTorch has no uint64 arithmetic on all devices. Sums and products of int64 wrap around to the same bits; only the
-    # shift to the right needs care.
-    state = state + _signed(0x9E3779B97F4A7C15)
-    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
-    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    # PyTorch has no uint64 arithmetic on all devices. Sums and products of int64 wrap around to the same bits (the
+    # factors are those of the paper, minus 2^64); only the shift to the right needs care.
+    state = state + (0x9E3779B97F4A7C15 - 2**64)
+    state = (state ^ _shifted(state, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    state = (state ^ _shifted(state, 27)) * (0x94D049BB133111EB - 2**64)
     return state ^ _shifted(state, 31)
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
     """Shift to the right, filling with zeros."""
     return (state >> by) & ((1 << (64 - by)) - 1)
-
-
-def _signed(number: int) -> int:
-    return number - 2**64 if number >= 2**63 else number

@@ -4,12 +4,14 @@ A slot is a stream's place in the engine. `Slots` holds ring buffers: a slot's r
 positions that the next query may see, including the query's own. A new position overwrites the oldest, so that nothing
 is moved and memory stays constant.
 
+Every step is a function of the next token of every slot, int64 [B], the slots that take part, [P], and the number of
+slots up to the last one of them. It returns the log-probabilities of the token after it, [P,V].
+
 Shapes: B slots, P slots that take part, R positions of a ring, H heads, D width of a head, E d_model, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -25,8 +27,10 @@ from txl.generation.sampling import Sampling, chances, permitted
 from txl.models.compiled_step import LayerWeights, caches_of, places_of
 from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
-from txl.native.build import library
 from txl.native.operations import MOST_ROWS, sums_dtype
+
+_ALIKE = 32  # steps in a row with equal draw settings before a graph with drawing is recorded; recording is slow
+_MOST_DRAWS = 8  # recorded graphs that include drawing; each keeps buffers for its results
 
 
 class Slots:
@@ -35,16 +39,15 @@ class Slots:
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
         # One more than memory has: the key of the token that is being read takes a place too.
         self.size = capacity + 1
+        # On a GPU, stored as [B,H,R,D], so that the rings of the first slots are one contiguous block.
         self.lanes_first = runs_ahead(like)
-        """True (on a GPU): stored as [B,H,R,D], so that the rings of the first slots are one contiguous block."""
         shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
         rings = [like.new_zeros(*shape, self.size, d_head) for _ in range(2 * n_layer)]
         if self.lanes_first:
             rings = [ring.transpose(0, 1) for ring in rings]
-        self.keys, self.values = rings[:n_layer], rings[n_layer:]
-        """[H,B,R,D] a layer."""
+        self.keys, self.values = rings[:n_layer], rings[n_layer:]  # [H,B,R,D] a layer
+        # Number of tokens that each stream has read, including the prompt: int64 [B].
         self.read = torch.zeros(n_slot, dtype=torch.int64, device=like.device)
-        """Number of tokens that each stream has read, including the prompt: int64 [B]."""
 
     def place(self, slots: Int64[Tensor, " P"]) -> Int64[Tensor, " P"]:
         """Return the ring positions for the keys of the slots' next tokens."""
@@ -88,40 +91,13 @@ class Slots:
                 ring[:, slot].zero_()
 
 
-class MemorySlots:
-    """The memory of each stream, for a model whose modules must all be called."""
-
-    def __init__(self, n_slot: int, device: torch.device):
-        self.states: list[Memory | None] = [None] * n_slot
-        self.read = torch.zeros(n_slot, dtype=torch.int64, device=device)
-        """Number of tokens that each stream has read, including the prompt: int64 [B]."""
-
-    def fill(self, slot: int, memory: Memory, read: int) -> None:
-        """Put the memory of a stream into a slot."""
-        self.states[slot], self.read[slot] = memory, read
-
-    def copy(self, source: int, target: int) -> None:
-        """Let a second slot share a stream's memory, which is never changed in place."""
-        self.states[target], self.read[target] = self.states[source], self.read[source]
-
-    def clear(self, slot: int) -> None:
-        """Remove the memory of a slot."""
-        self.states[slot] = None
-
-
-_ALIKE = 32  # steps in a row with equal draw settings before a graph with drawing is recorded; recording is slow
-_MOST_DRAWS = 8  # recorded graphs that include drawing; each keeps buffers for its results
-
-
 @dataclass(frozen=True)
 class DrawSettings:
     """Settings for drawing tokens, equal if `sampling` and `never` are equal."""
 
     sampling: Sampling
-    never: tuple[int, ...]
-    """Ids of the forbidden tokens."""
-    forbidden: Tensor | None = field(compare=False)
-    """`never` as an int64 tensor on the device; None if `never` is empty."""
+    never: tuple[int, ...]  # ids of the forbidden tokens
+    forbidden: Tensor | None = field(compare=False)  # `never` as an int64 tensor on the device; None if it is empty
 
 
 class StaticStep:
@@ -130,10 +106,8 @@ class StaticStep:
     A slot that does not take part computes a token too. The key of this token goes to the ring position of the slot's
     next token, which overwrites the key, so that no stream sees it.
 
-    Args:
-        model, slots, clamp_len: the engine's model, slots and clamp.
-        captured: record a CUDA graph for the first 1, 2, 4, ... slots; a step replays the smallest graph that covers
-            all slots that take part.
+    With `captured`, a CUDA graph is recorded for the first 1, 2, 4, ... slots; a step replays the smallest graph that
+    covers all slots that take part.
     """
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
@@ -148,16 +122,9 @@ class StaticStep:
         self._alike: tuple[DrawSettings | None, int] = (None, 0)
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
-        """Read the next token of some slots, and return the log-probabilities of the token after it.
-
-        Args:
-            tokens: next token of every slot.
-            slots: indices of the slots that take part.
-            n_lane: number of slots up to the last one that takes part.
-        """
+        """Read the next token of some slots, and return the log-probabilities of the token after it."""
         if not self.captured:
             return self._log_probs(tokens)[0][slots]
-        # Powers of two: a few graphs serve every number of streams, and at most half of a step is wasted.
         n_lane = self._rounded(n_lane)
         if n_lane not in self._graphs:
             self._graphs[n_lane] = Captured(self._log_probs)
@@ -186,42 +153,40 @@ class StaticStep:
             drawn tokens, and indices into `REASONS`, of the first n >= N slots.
         """
         n_lane = self._rounded(keys.shape[1])
-        keys = F.pad(keys, (0, n_lane - keys.shape[1]))
         graph = self._draws.pop((n_lane, drawing), None)
         if graph is None:
-            graph = Captured(functools.partial(self._drawn, tokens[:n_lane], drawing))
+            following = tokens[:n_lane]
+
+            def drawn(keys: Tensor) -> tuple[Tensor]:
+                seeds, numbers, takes_part = keys.unbind(0)
+                allowed, obstacles = permitted(self._log_probs(following)[0], drawing.forbidden)
+                picked = drawing.sampling.pick(allowed, chances(seeds, numbers))
+                following.copy_(torch.where((takes_part == 1) & (obstacles == 0), picked, following))
+                self.slots.read[:n_lane] += takes_part
+                return (torch.stack([picked, obstacles]),)
+
+            graph = Captured(drawn)
             graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # no slot takes part
             if len(self._draws) == _MOST_DRAWS:
                 self._draws.popitem(last=False)
         self._draws[n_lane, drawing] = graph  # as the most recently used
-        return graph(sent(keys, tokens.device))[0]
-
-    def _drawn(self, tokens: Tensor, drawing: DrawSettings, keys: Tensor) -> tuple[Tensor]:
-        seeds, numbers, takes_part = keys.unbind(0)
-        allowed, obstacles = permitted(self._log_probs(tokens)[0], drawing.forbidden)
-        drawn = drawing.sampling.pick(allowed, chances(seeds, numbers))
-        tokens.copy_(torch.where((takes_part == 1) & (obstacles == 0), drawn, tokens))
-        self.slots.read[: len(tokens)] += takes_part
-        return (torch.stack([drawn, obstacles]),)
+        return graph(sent(F.pad(keys, (0, n_lane - keys.shape[1])), tokens.device))[0]
 
     def _rounded(self, n_lane: int) -> int:
+        # Powers of two: a few graphs serve every number of streams, and at most half of a step is wasted.
         return min(1 << (n_lane - 1).bit_length(), len(self.lanes))
 
     def _log_probs(self, tokens: Int64[Tensor, " n"]) -> tuple[Float[Tensor, "n V"]]:
         """Read the next tokens of the first n slots."""
         lanes = self.lanes[: len(tokens)]
-        hidden = self.model.embedding.of_every_cluster(tokens[:, None])
-        hidden = self._layers(hidden, lanes, self.slots.place(lanes), self.slots.seen(lanes))
-        return (self.model.log_probs_of(hidden)[:, 0],)
-
-    def _layers(self, hidden: Tensor, lanes: Tensor, place: Tensor, seen: Tensor) -> Tensor:
-        """Return h^N from h^0 [n,1,E] of the first n slots, with their `Slots.place` and `Slots.seen`."""
+        place, seen = self.slots.place(lanes), self.slots.seen(lanes)
         # Ring position p holds the key of the token (place - p) mod R back. At a distance of `seen` or more it is not
         # filled yet, or holds a key of the slot's earlier stream.
         distance = (place[:, None] - self.ring) % self.slots.size
         hidden_keys = (distance >= seen[:, None])[None]
         # Projected positions are stored with the farthest distance first.
         row = (self.slots.size - 1 - distance).expand(self.model.config.n_head, -1, -1)
+        hidden = self.model.embedding.of_every_cluster(tokens[:, None])
         for number, module in enumerate(self.model.layers):
             layer = cast(TransformerXLLayer, module)
             attention = layer.attention
@@ -240,13 +205,10 @@ class StaticStep:
             weights = scores.masked_fill(hidden_keys, -math.inf).softmax(dim=-1)
             attended = self._products(weights[:, :, None], values).squeeze(2).transpose(0, 1)
             hidden = layer.feed_forward(attention.merge(hidden, attended[:, None]))
-        return hidden
+        return (self.model.log_probs_of(hidden)[:, 0],)
 
     def _products(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the matrix products [H,n,...] of each head and slot, computed in the storage order of the rings.
-
-        No ring is copied.
-        """
+        """Return the products [H,n,...] of each head and slot, in the storage order of the rings: no ring is copied."""
         if not self.slots.lanes_first:
             return torch.matmul(left, right)
         return torch.matmul(left.transpose(0, 1), right.transpose(0, 1)).transpose(0, 1)
@@ -261,45 +223,48 @@ class CompiledStep:
         self.caches = caches_of(slots.keys, slots.values, None, self.positions)
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
-        """Take a step; arguments as for `StaticStep`."""
+        """Take a step."""
+        parts = []
         # Up to MOST_ROWS rows, the library also computes the products of embedding and softmax, each row independently.
-        return torch.cat([self._some(tokens[some], some) for some in slots.split(MOST_ROWS)])
-
-    def _some(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        # A copy, because the library turns h^0 into h^N in place, in the dtype of its sums.
-        hidden = self.model.embedding(tokens).to(sums_dtype(self.weights.dtype), copy=True)
-        place, seen = self.slots.place(slots), self.slots.seen(slots)
-        places = places_of(self.slots.keys[0], None, self.positions[0], self.clamp_len, slots, place, seen)
-        self.weights.step(hidden, self.caches, places)
-        return self.model.log_probs_of(hidden.to(self.weights.dtype)[:, None])[:, 0]
+        for some in slots.split(MOST_ROWS):
+            # A copy, because the library turns h^0 into h^N in place, in the dtype of its sums.
+            hidden = self.model.embedding(tokens[some]).to(sums_dtype(self.weights.dtype), copy=True)
+            place, seen = self.slots.place(some), self.slots.seen(some)
+            places = places_of(self.slots.keys[0], None, self.positions[0], self.clamp_len, some, place, seen)
+            self.weights.step(hidden, self.caches, places)
+            parts.append(self.model.log_probs_of(hidden.to(self.weights.dtype)[:, None])[:, 0])
+        return torch.cat(parts)
 
 
 class ModuleStep:
-    """A step that calls every module of the model, for one slot after the other."""
+    """A step that calls every module of the model, for one slot after the other, and the memory of each slot."""
 
-    def __init__(self, model: TransformerXL, slots: MemorySlots):
-        self.model, self.slots = model, slots
+    def __init__(self, model: TransformerXL, n_slot: int):
+        self.model = model
+        self.memories: list[Memory | None] = [None] * n_slot
+        self.read = torch.zeros(n_slot, dtype=torch.int64, device=model.softmax.bias.device)  # as in `Slots`
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
-        """Take a step; arguments as for `StaticStep`."""
+        """Take a step."""
+        parts, after = [], {}
         # One slot after the other: their memories have different lengths.
-        chosen = slots.tolist()
-        read = [self.model.log_probs(tokens[slot].view(1, 1), self._state(slot)) for slot in chosen]
-        for slot, (_, state) in zip(chosen, read, strict=True):
-            self.slots.states[slot] = state
-        return torch.cat([log_probs[:, 0] for log_probs, _ in read])
+        for slot in slots.tolist():
+            memory = self.memories[slot]
+            assert memory is not None  # `fill` has set it when the stream joined
+            log_probs, after[slot] = self.model.log_probs(tokens[slot].view(1, 1), memory)
+            parts.append(log_probs[:, 0])
+        for slot, memory in after.items():  # none of them, if a module has raised an error
+            self.memories[slot] = memory
+        return torch.cat(parts)
 
-    def _state(self, slot: int) -> Memory:
-        state = self.slots.states[slot]
-        assert state is not None  # `fill` has set it when the stream joined
-        return state
+    def fill(self, slot: int, memory: Memory, read: int) -> None:
+        """Put the memory of a stream into a slot."""
+        self.memories[slot], self.read[slot] = memory, read
 
+    def copy(self, source: int, target: int) -> None:
+        """Let a second slot share a stream's memory, which is never changed in place."""
+        self.memories[target], self.read[target] = self.memories[source], self.read[source]
 
-def make_step(model: TransformerXL, slots: Slots, clamp_len: int | None, compile: bool) -> StaticStep | CompiledStep:
-    """Make the compiled step if it is requested, and library and model allow it; else the static step."""
-    device = slots.keys[0].device.type
-    if compile and device == "cpu" and library() is not None:
-        weights = model.compiled_weights()
-        if weights is not None:
-            return CompiledStep(model, slots, clamp_len, weights)
-    return StaticStep(model, slots, clamp_len, captured=compile and device == "cuda")
+    def clear(self, slot: int) -> None:
+        """Remove the memory of a slot."""
+        self.memories[slot] = None

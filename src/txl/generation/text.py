@@ -11,13 +11,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from txl.config import Lengths, Limit
+from txl.config import Limit
 from txl.data.detokenise import Convention, text_decoder
 from txl.data.vocabulary import Vocabulary
 from txl.devices import sent
 from txl.errors import UserError
-from txl.generation.engine import DecodeEngine, decodes
-from txl.generation.reading import PROMPT_SEGMENT
+from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, decodes
 from txl.generation.sampling import (
     REASONS,
     GenerationOptions,
@@ -70,31 +69,29 @@ def generate_tokens(
 def generate_tokens_with(
     model: LanguageModel, prompt: Sequence[int] | Tensor, options: GenerationOptions, forbidden: Sequence[int] = ()
 ) -> Iterator[Int64[Tensor, " B"]]:
-    """Return the tokens of `generate_tokens` for one value of options; mistakes are refused at once, not at the first
-    token."""
+    """Return the tokens of `generate_tokens` for one value of options; mistakes are refused before the first token."""
     ids = checked_tokens(prompt, model.vocab_size)
     forbidden = checked_forbidden(forbidden, model.vocab_size)
     seed = torch.Generator().seed() if options.seed is None else checked_seed(options.seed)
     state = model.init_state(1, options.mem_len, options.window, options.clamp_len)
     if decodes(model):
-        return _decode(model, ids, state.lengths, options, seed, forbidden)
+        return _decode(model, ids, options, seed, forbidden)
     if options.dtype is not None:
-        raise UserError(
-            "only a Transformer-XL is converted for generation", field="dtype", value=options.dtype, expected="none"
-        )
+        raise UserError("only a Transformer-XL is converted", field="dtype", value=options.dtype, expected="none")
     return _continue(model, ids, state, options, seed, forbidden)
 
 
 def _decode(
-    model: TransformerXL,
-    ids: Tensor,
-    lengths: Lengths,
-    options: GenerationOptions,
-    seed: int,
-    forbidden: Sequence[int],
+    model: TransformerXL, ids: Tensor, options: GenerationOptions, seed: int, forbidden: Sequence[int]
 ) -> Iterator[Tensor]:
     engine = DecodeEngine(
-        model, max_streams=options.samples, dtype=options.dtype, compile=options.compile, **lengths.options()
+        model,
+        max_streams=options.samples,
+        dtype=options.dtype,
+        compile=options.compile,
+        mem_len=options.mem_len,
+        window=options.window,
+        clamp_len=options.clamp_len,
     )
     # The prompt is read once; the other samples are forks of its stream.
     first = engine.join(ids, seed=seed, sampling=options.sampling, forbidden=forbidden)
@@ -138,12 +135,13 @@ def _continue(
             log_probs, after = model.log_probs(read, state)
             log_probs, obstacles = permitted(log_probs[:, -1], never)
             token = options.sampling.pick(log_probs, chances(seeds, torch.full_like(seeds, number)))
-            read = token[:, None] if context is None else torch.cat([read, token[:, None]], dim=1)
-            state = after if context is None else state
+            if context is None:
+                read, state = token[:, None], after
+            else:
+                read = torch.cat([read, token[:, None]], dim=1)
         drawn = torch.stack([token, obstacles]).cpu()  # the only wait for the device
-        for obstacle in drawn[1].tolist():
-            if (reason := REASONS[obstacle]) is not None:
-                raise UserError(reason)
+        if obstacle := int(drawn[1].max()):
+            raise UserError(REASONS[obstacle] or "")
         yield drawn[0].clone()
 
 
@@ -169,18 +167,13 @@ def generate(
     """Continue a prompt and yield the new text piece by piece as it is generated, without the prompt.
 
     Args:
-        model: any language model.
         vocabulary: vocabulary that the model was trained with.
         prompt: text. Characters or words that the vocabulary lacks become `<unk>`; if the vocabulary has no `<unk>`,
             the error names them.
-        max_tokens: number of tokens to generate.
         top_k, top_p, temperature: see `Sampling`.
-        seed: seed of the drawn tokens; the same seed gives the same text. None: a new random seed.
         stop: strings at which the text ends; they are not part of the text.
-        forbid_unknown: True: never draw `<unk>`. False: draw it only if it is a word of the training text (see
-            `undrawable`).
-        mem_len, window, clamp_len: as in `LanguageModel.init_state`.
-        dtype, compile: as in `generate_tokens`.
+        forbid_unknown: True: never draw `<unk>`. False: draw it only if it is a word of the training text.
+        model, max_tokens, seed, mem_len, window, clamp_len, dtype, compile: as in `generate_tokens`.
         detokenise: convention by which the training text was tokenised, which is undone in the pieces; the prompt must
             be tokenised by this convention too. None: the pieces stay as they are.
     """
@@ -195,8 +188,19 @@ def generate_with(
     model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
 ) -> Iterator[str]:
     """Return the pieces of `generate` for one value of options."""
-    steps = _steps(model, vocabulary, prompt, options)
-    return _pieces(steps, _Writer(vocabulary, prompt, options))
+    steps = _steps(model, vocabulary, prompt, options)  # here and not in the generator: mistakes are refused at once
+
+    def pieces() -> Iterator[str]:
+        writer = _Writer(vocabulary, prompt, options)
+        for tokens in steps:
+            if piece := writer.push(int(tokens[0])):
+                yield piece
+            if writer.ended:
+                return
+        if piece := writer.finish():
+            yield piece
+
+    return pieces()
 
 
 def generate_samples(
@@ -246,20 +250,13 @@ def generate_samples_with(
 def _steps(
     model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
 ) -> Iterator[Int64[Tensor, " B"]]:
-    ids = encode_prompt(vocabulary, prompt)
-    return generate_tokens_with(model, ids, options, undrawable(vocabulary, options.forbid_unknown))
-
-
-def encode_prompt(vocabulary: Vocabulary | None, prompt: str) -> Int64[Tensor, " P"]:
-    """Return a prompt's token ids, after checking that the prompt is not empty."""
     if vocabulary is None:
-        raise UserError(
-            "this model has no vocabulary, so it cannot read or print text",
-            remedy="import it again with its vocabulary, or in Python give token ids to txl.generate_tokens",
-        )
+        problem = "this model has no vocabulary, so it cannot read or print text"
+        raise UserError(problem, remedy="import it again with one, or in Python give ids to txl.generate_tokens")
     if not prompt:
-        raise UserError("the prompt is empty; give at least one character to continue from")
-    return torch.as_tensor(vocabulary.encode(prompt), dtype=torch.int64)
+        raise UserError("the prompt is empty", expected="at least one character to continue from")
+    ids = torch.as_tensor(vocabulary.encode(prompt), dtype=torch.int64)
+    return generate_tokens_with(model, ids, options, undrawable(vocabulary, options.forbid_unknown))
 
 
 def undrawable(vocabulary: Vocabulary | None, forbid_unknown: bool = False) -> tuple[int, ...]:
@@ -291,7 +288,16 @@ class StopStrings:
             self.found = True
             shown, self.held = self.held[: min(ends)], ""
             return shown
-        keep = max((self._overlap(string) for string in self.strings), default=0)
+        # The longest proper beginning of a stop string with which the held text ends stays held.
+        keep = max(
+            (
+                length
+                for string in self.strings
+                for length in range(1, min(len(string), len(self.held) + 1))
+                if self.held.endswith(string[:length])
+            ),
+            default=0,
+        )
         cut = len(self.held) - keep
         shown, self.held = self.held[:cut], self.held[cut:]
         return shown
@@ -301,17 +307,12 @@ class StopStrings:
         shown, self.held = self.held, ""
         return shown
 
-    def _overlap(self, string: str) -> int:
-        """Return the length of the longest proper prefix of `string` that the held text ends with."""
-        longest = min(len(string) - 1, len(self.held))
-        return next((n for n in range(longest, 0, -1) if self.held.endswith(string[:n])), 0)
-
 
 class _Writer:
     """Conversion of one continuation's tokens to the text that can be shown, up to a stop string."""
 
     def __init__(self, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions):
-        assert vocabulary is not None  # encode_prompt has refused None
+        assert vocabulary is not None  # `_steps` has refused None
         self._decoder = text_decoder(vocabulary, options.detokenise, prompt)
         self._stop = StopStrings(options.stop)
 
@@ -328,14 +329,3 @@ class _Writer:
         """Return the rest of the text."""
         rest = "" if self.ended else self._stop.push(self._decoder.flush())
         return rest if self.ended else rest + self._stop.flush()
-
-
-def _pieces(steps: Iterator[Tensor], writer: _Writer) -> Iterator[str]:
-    """Yield the text of the first lane's tokens, up to a stop string."""
-    for tokens in steps:
-        if piece := writer.push(int(tokens[0])):
-            yield piece
-        if writer.ended:
-            return
-    if piece := writer.finish():
-        yield piece

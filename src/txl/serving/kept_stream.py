@@ -24,7 +24,7 @@ from torch import Tensor
 from txl.data.decoders import Decoder
 from txl.errors import brief
 from txl.files import JsonObject, parsed_json
-from txl.generation.reading import StreamState
+from txl.generation.engine import StreamState
 from txl.serving.requests import ApiError
 from txl.serving.service import Service
 from txl.serving.texts import TAIL

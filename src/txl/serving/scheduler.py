@@ -19,8 +19,7 @@ from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.generation.engine import DecodeEngine, Stream
-from txl.generation.reading import PROMPT_SEGMENT, TextReading
+from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, Stream, TextReading
 from txl.generation.sampling import NO_NUMBERS
 from txl.serving.attention_reach import AttentionWatch
 from txl.serving.metrics import Metrics
@@ -186,7 +185,7 @@ class Scheduler(threading.Thread):
         if work.attention and self._watch is None:
             self._watch = AttentionWatch(self.engine)
         view = self._watch.view if work.attention and self._watch else None
-        work.read = TextReading(self.engine.reader, work.ids, work.after, work.segment, view)
+        work.read = TextReading(self.engine, work.ids, work.after, work.segment, view)
         work.checkpoint = 0 if work.after is None else work.after.n_token
         if work.score and (work.after is None or work.after.n_token == 0):
             work.outbox.put(ReadEvent(work.number, [ScoredToken(int(work.ids[0]), None)], 1, work.ids.numel()))

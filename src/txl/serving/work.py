@@ -17,8 +17,7 @@ from torch import Tensor
 
 from txl.data.decoders import Decoder
 from txl.files import JsonObject
-from txl.generation.engine import Stream
-from txl.generation.reading import PROMPT_SEGMENT, StreamState, TextReading
+from txl.generation.engine import PROMPT_SEGMENT, Stream, StreamState, TextReading
 from txl.generation.sampling import Sampling
 from txl.generation.text import StopStrings
 
