@@ -16,13 +16,16 @@ from tests.reporting.fake_run import begun
 
 from txl.analysis.attention_record import FORMAT
 from txl.errors import UserError
-from txl.reporting.attention_figures import HEAT, _label, close_figure, draw_average, draw_close
+from txl.reporting import attention_figures
+from txl.reporting.attention_figures import HEAT, average_figure, close_figure
 from txl.reporting.attention_page import attention_page, attention_section, read_record
 from txl.reporting.context_figures import gains_plot
 from txl.reporting.plots import LIGHT, WIDTH
 from txl.reporting.report import write_report
 
 N_KEY = 40
+ONE_LARGE = np.array([[0.9 if key == 7 else 0.1 / (N_KEY - 1) for key in range(N_KEY)]])
+"""Weights of which one is far beyond the others."""
 WORDS = [" the", " law", "\n", "once", " again", " 's", "", "é", " <unk>", "\t"]
 
 
@@ -66,15 +69,17 @@ def test_a_record_changed_by_hand_leaves_the_rest_of_the_report(name, tmp_path):
         assert "Hardware, software, commands" in write_report(run.path).read_text(encoding="utf-8")
 
 
-def drawn(draw, size=(7.6, 3.6)):
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
+def drawn(plot):
+    figure = Figure(figsize=(WIDTH, plot.height), layout="constrained")
+    plot.draw(figure)
     FigureCanvasAgg(figure).draw()
     return figure
 
 
-def shown(image) -> np.ma.MaskedArray:
-    return np.ma.asarray(image.get_array())
+def close_up(weights):
+    """Return the image of a close-up of these weights, and its values."""
+    image = drawn(close_figure(a_record(len(weights), weights=weights), 0, 0)).axes[0].images[0]
+    return image, np.ma.asarray(image.get_array())
 
 
 def text_of(record):
@@ -82,30 +87,27 @@ def text_of(record):
     return text
 
 
-@pytest.mark.parametrize("draw", [draw_average, lambda figure, record: draw_close(figure, record, 0, 0)])
+@pytest.mark.parametrize("draw", [average_figure, lambda record: close_figure(record, 0, 0)])
 def test_even_attention_is_drawn_light(draw):
     """Dark colours mean that a head attends to few keys; equal attention to all keys must not be dark."""
-    image = drawn(lambda figure: draw(figure, a_record())).axes[0].images[0]
-    shade = np.ma.compressed(image.norm(shown(image)))
+    image = drawn(draw(a_record())).axes[0].images[0]
+    shade = np.ma.compressed(image.norm(np.ma.asarray(image.get_array())))
     assert shade.min() > 0.1
     assert shade.max() < 0.35
 
 
 def test_the_scale_of_a_close_up_holds_all_but_the_largest_weights():
-    weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
-    weights[0, 7] = 0.9
-    image = drawn(lambda figure: draw_close(figure, a_record(1, weights=weights), 0, 0)).axes[0].images[0]
-    assert image.norm.vmax == pytest.approx(np.quantile(weights, 0.995))
+    image, _ = close_up(ONE_LARGE)
+    assert image.norm.vmax == pytest.approx(np.quantile(ONE_LARGE, 0.995))
     assert image.norm.vmin == 0
 
 
 def test_what_a_token_does_not_see_is_masked_and_what_it_ignores_is_not():
     weights = np.zeros((2, N_KEY + 1))
     weights[0, 3] = weights[1, 4] = 1
-    image = drawn(lambda figure: draw_close(figure, a_record(2, weights=weights), 0, 0)).axes[0].images[0]
     expected = np.zeros((2, N_KEY + 1), dtype=bool)
     expected[0, -1] = expected[1, 0] = True
-    np.testing.assert_array_equal(np.ma.getmaskarray(shown(image)), expected)
+    np.testing.assert_array_equal(np.ma.getmaskarray(close_up(weights)[1]), expected)
 
 
 def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
@@ -114,10 +116,8 @@ def test_no_end_of_the_scale_changes_its_colour_in_dark_mode():
 
 
 def test_heat_maps_are_selected_by_the_rules_of_dark_mode():
-    weights = np.full((1, N_KEY), 0.1 / (N_KEY - 1))
-    weights[0, 7] = 0.9  # beyond the end of the scale, which is then drawn with a triangle
-    record = a_record(1, weights=weights)
-    record["heads"] += [each | {"layer": 2} for each in record["heads"]]  # draws a line between the layers
+    record = a_record(1, weights=ONE_LARGE)  # the end of the scale is then drawn with a triangle
+    record["heads"] += [head | {"layer": 2} for head in record["heads"]]  # draws a line between the layers
     drawn = attention_section(record)
     assert 'image, [id*="QuadMesh"], [id$="heat-end"] { filter: invert' in attention_page(record, "a")
     assert re.search(r'<g id="[^"]*-heat-end">', drawn)
@@ -136,7 +136,7 @@ def test_the_gains_of_longer_contexts_are_selected_too():
     ("text", "label"), [("\x1b[31m", "\\x1b[31m"), ("a\x00b", "a\\x00b"), (" of", "of"), ("\n", "⏎")]
 )
 def test_labels_have_no_characters_that_xml_forbids(text, label):
-    assert _label(text) == label
+    assert attention_figures.label(text) == label
 
 
 def test_a_record_without_a_part_is_damaged(tmp_path):
@@ -147,28 +147,23 @@ def test_a_record_without_a_part_is_damaged(tmp_path):
 
 @pytest.mark.parametrize("n_row", [1, 16, 48, 49, 130])
 def test_labels_of_rows_do_not_touch(n_row):
-    plot = close_figure(a_record(n_row), 0, 0)
-    figure = drawn(plot.draw, (WIDTH, plot.height))
+    figure = drawn(close_figure(a_record(n_row), 0, 0))
     labels = [label for label in figure.axes[0].get_yticklabels() if label.get_text()]
     boxes = sorted((label.get_window_extent() for label in labels), key=lambda box: box.y0)
     assert all(low.y1 <= high.y0 + 1 for low, high in pairwise(boxes))
     assert figure.axes[0].get_yticks()[-1] == n_row - 1
 
 
-def test_marks_leave_white_space_out_and_line_ends_in():
-    texts = ["x"] * 37 + [" of", "\n", " law", "\n", " be", " zero"]
-    text = text_of(a_record(4, texts=texts, marked=[37, 38, 39, 41]))
-    begin = "x" * 34
-    assert text == (
-        f'{begin} <mark>of</mark><mark>⏎</mark>\n <mark>law</mark>\n <mark>be</mark> <span class="target">zero</span>'
-        ' <span class="control">risk</span>'
-    )
-
-
-@pytest.mark.parametrize(("following", "shown"), [("\n", "⏎"), (" ", "␣"), ("e", "e"), ("<", "&lt;")])
-def test_what_follows_is_seen_whatever_it_is(following, shown):
-    text = text_of(a_record(texts=["x"] * 43, following=following))
-    assert text.endswith(f'x<span class="target">x</span><span class="control">{shown}</span>')
+@pytest.mark.parametrize(
+    ("following", "box"), [(" risk", "␣risk"), ("\n", "⏎"), ("e", "e"), ("<", "&lt;"), ("\x07", r"\x07")]
+)
+def test_the_text_that_a_token_sees_is_marked_and_what_follows_stands_in_a_box(following, box):
+    texts = ["x"] * 37 + [" of", "\n", " law", "<", " be", " zero"]
+    text = text_of(a_record(4, texts=texts, marked=[37, 38, 40], following=following))
+    marks = "<mark> of</mark><mark>⏎\n</mark> law<mark>&lt;</mark> be"
+    target = '<span class="target"> zero</span>'
+    assert text.startswith(f"{'x' * 34}{marks}{target}")
+    assert re.sub("</?span[^>]*>", "", text).endswith(box)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +176,7 @@ def test_what_follows_is_seen_whatever_it_is(following, shown):
 )
 def test_distances_that_not_every_token_reaches_are_told(min_keys, said):
     record = a_record(min_keys=min_keys)
-    lines = drawn(lambda figure: draw_average(figure, record)).axes[0].lines
+    lines = drawn(average_figure(record)).axes[0].lines
     assert [np.asarray(line.get_xdata())[0] for line in lines] == ([-29.5] if min_keys == 30 else [])
     page = attention_section(record)
     assert ("weights decrease there for every head" in page) == (said is not None)

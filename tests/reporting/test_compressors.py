@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tests.reporting.html_page import Page
 
-import txl.reporting.comparison as comparison
 from txl.data.corpora import open_corpus
 from txl.errors import UserError
 from txl.evaluation.perplexity import evaluate
@@ -100,7 +99,7 @@ def test_compressors_are_measured_on_the_text_that_was_scored_and_only_once(test
     event = tested.events()[-1]
     assert (event["event"], event["text"], event["lzma"]) == ("compression", len(text), sizes["lzma"])
 
-    monkeypatch.setattr(comparison, "compress", None)
+    monkeypatch.setattr(compressors, "compress", None)
     assert Page(write_report(tested.path, data_dir=data_dir).read_text()).text == page.text
     assert tested.events()[-1] == event
 

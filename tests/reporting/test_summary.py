@@ -36,38 +36,28 @@ def test_what_lzma_needs_behind_the_training_text_stands_beside(tmp_path):
     assert "it sees the last 64 MiB at most, lzma’s file grows by 128,083 bytes" in page
 
 
-@pytest.mark.parametrize(("unit", "figure"), [("byte", "1.443 bpc"), ("word", "2.718 ppl")])
-def test_without_the_size_of_the_text_the_figure_is_a_token_s(tmp_path, unit, figure):
+@pytest.mark.parametrize(
+    ("unit", "mem_len", "changes", "end"),
+    [
+        ("byte", 256, {"bits_per_byte": None, "bytes_per_token": None}, "1.443 bpc with memory 256"),
+        ("word", 256, {"bits_per_byte": None, "bytes_per_token": None}, "2.718 ppl with memory 256"),
+        ("byte", 256, {"temperature": 1.5}, "1.443 bits per byte with memory 256, temperature 1.5"),
+        ("byte", 0, {}, "1.443 bits per byte, without memory"),
+    ],
+)
+def test_the_result_says_its_unit_and_its_settings(tmp_path, unit, mem_len, changes, end):
     run = FakeRun(tmp_path / "run", unit=unit)
     run.start()
-    run.train()
-    run.log("eval", 4000, **evaluation(1.0, 256, unit=unit, bits_per_byte=None, bytes_per_token=None))
-    assert summary_lines(run.directory.events())[0] == (
-        f"stdlib test, 640,400 targets: {figure} with memory 256"
-    )  # fmt: skip
-
-
-def test_a_result_at_another_temperature_says_so(tmp_path):
-    run = FakeRun(tmp_path / "run")
-    run.start()
-    run.train()
-    run.log("eval", 4000, **evaluation(1.0, 256, temperature=1.5))
-    assert summary_lines(run.directory.events())[0].endswith("1.443 bits per byte with memory 256, temperature 1.5")
-
-
-def test_a_model_without_memory_says_so(tmp_path):
-    run = FakeRun(tmp_path / "run")
-    run.start()
-    run.train()
-    run.log("eval", 4000, **evaluation(1.0, 0))
-    assert summary_lines(run.directory.events())[0].endswith("1.443 bits per byte, without memory")
+    run.train(last=20)
+    run.log("eval", 4000, **evaluation(1.0, mem_len, unit=unit, **changes))
+    assert summary_lines(run.directory.events())[0] == f"stdlib test, 640,400 targets: {end}"
 
 
 def test_what_is_missing_is_said(tmp_path):
     run = FakeRun(tmp_path / "run")
     assert summary_lines(run.directory.events()) == ["nothing has been trained here yet: run txl train"]
     run.start()
-    run.train()
+    run.train(last=20)
     lines = summary_lines(run.directory.events())
     assert lines[0] == "no result on the test split yet: run txl eval DIR --mem-lens 0,128,256"
     assert lines[2] == "report: run txl report DIR"

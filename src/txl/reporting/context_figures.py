@@ -20,29 +20,23 @@ Points = Mapping[str, Sequence[tuple[int, float]]]
 Gains = Mapping[str, Mapping[tuple[int, int], float]]
 """exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length."""
 
+# Colour, line style and marker of the first, second ... model; in the paper's tables the first is the paper's own.
 _LINES = (
     (ACCENT, "-", "o"), (SECOND, "-", "s"), (SOFT, "-", "^"), (INK, "-", "D"), (SECOND, "--", "o"), (SOFT, "--", "s"),
     (INK, "--", "^"), (ACCENT, "--", "D"), (SECOND, ":", "o"), (SOFT, ":", "s"), (INK, ":", "^"),
 )  # fmt: skip
-"""Colour, line style and marker of the first, second ... model; in the paper's tables the first is the paper's own."""
 # The last colour differs from ACCENT by one: dark mode replaces ACCENT, but inverts this map as a whole.
 _WASH = LinearSegmentedColormap.from_list("wash", ["#f4f6f7", "#b3452d"])
 
 
 def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
-    """Return Figure 4: a measure against attention or context length, one line per model.
+    """Return Figure 4: a measure against attention or context length (`label`), one line per model.
 
-    Args:
-        points: lengths and values of at least one model.
-        name: name that is unique in the page.
-        label: name of the length, for the horizontal axis.
-        measure: name of the measure, for the vertical axis.
+    The name of a plot is unique in its page.
     """
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        _lines(figure, axes, points, label)
-        axes.set_ylabel(measure)
+        _lines(figure, points, label).set_ylabel(measure)
 
     ends = "; ".join(f"{key} {values[0][1]:.4g} to {values[-1][1]:.4g}" for key, values in points.items())
     text = f"{label.capitalize()} from shortest to longest: {ends}."
@@ -50,18 +44,10 @@ def length_plot(points: Points, name: str, label: str, measure: str) -> Plot:
 
 
 def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
-    """Return a plot of g(c,c') of each step from a context length c to the next, with the threshold that ends RECL.
-
-    Args:
-        points: relative gains of at least one model.
-        threshold: smallest relative gain that counts.
-        name: name that is unique in the page.
-        title: title for screen readers.
-    """
+    """Return a plot of g(c,c') of each step from a context length c to the next, with the threshold that ends RECL."""
 
     def draw(figure: Figure) -> None:
-        axes = figure.add_subplot()
-        _lines(figure, axes, points, "short context c")
+        axes = _lines(figure, points, "short context c")
         axes.axhline(threshold, color=INK, linewidth=1, dashes=(4, 2))
         axes.annotate(
             f"threshold {100 * threshold:g}%", (1, threshold), xycoords=("axes fraction", "data"), xytext=(0, 3),
@@ -74,20 +60,10 @@ def steps_plot(points: Points, threshold: float, name: str, title: str) -> Plot:
     return Plot(name, title, f"From the shortest context to the longest: {ends}.", 3.5, draw)
 
 
-def _largest(gains: Mapping[tuple[int, int], float]) -> str:
-    most = max(gains.values())
-    return f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
-
-
 def gains_plot(gains: Gains, name: str, title: str) -> Plot:
-    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths.
-
-    Args:
-        gains: gains of at least one model; all models have the same pairs.
-        name: name that is unique in the page.
-        title: title for screen readers.
-    """
-    highest = max(max(by_pair.values()) for by_pair in gains.values())
+    """Return Figure 3: unnormalised relative perplexity gains of each model of a group, for every pair of lengths."""
+    most = {model: max(by_pair.values()) for model, by_pair in gains.items()}
+    names = {model: f"up to {gain:,.0f}" if gain >= 100 else f"up to {gain:.3g}" for model, gain in most.items()}
     lengths = sorted({length for by_pair in gains.values() for pair in by_pair for length in pair})
 
     def draw(figure: Figure) -> None:
@@ -99,8 +75,8 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
             matrix = [[pairs.get((short, long), math.nan) for long in lengths[1:]] for short in lengths[:-1]]
             # pcolormesh, unlike imshow, draws the cells as vector shapes.
             axes.grid(visible=False)
-            axes.pcolormesh(np.array(matrix), cmap=_WASH, vmin=0, vmax=highest or 1)
-            axes.set_title(f"{plain(model)}\nup to {_largest(pairs)}", fontsize=8.5, parse_math=False)
+            axes.pcolormesh(np.array(matrix), cmap=_WASH, vmin=0, vmax=max(most.values()) or 1)
+            axes.set_title(f"{plain(model)}\n{names[model]}", fontsize=8.5, parse_math=False)
             marks = sorted({0, (len(lengths) - 2) // 2, len(lengths) - 2})
             middles = [mark + 0.5 for mark in marks]
             axes.set_xticks(middles, [f"{lengths[mark + 1]:,}" for mark in marks])
@@ -109,8 +85,8 @@ def gains_plot(gains: Gains, name: str, title: str) -> Plot:
         figure.supxlabel("long context c′", fontsize=9, color=SOFT)
         figure.supylabel("short context c", fontsize=9, color=SOFT)
 
-    most = "; ".join(f"{model} up to {_largest(pairs)}" for model, pairs in gains.items())
-    return Plot(name, title, f"Gains: {most}.", 0.7 + 2.0 * math.ceil(len(gains) / 4), draw)
+    text = "; ".join(f"{model} {words}" for model, words in names.items())
+    return Plot(name, title, f"Gains: {text}.", 0.7 + 2.0 * math.ceil(len(gains) / 4), draw)
 
 
 def length_axis(axes: Axes, label: str) -> None:
@@ -121,7 +97,9 @@ def length_axis(axes: Axes, label: str) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
-def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
+def _lines(figure: Figure, points: Points, label: str) -> Axes:
+    """Draw a line per model, with a legend below the axes."""
+    axes = figure.add_subplot()
     for (key, curve), (color, line, marker) in zip(points.items(), cycle(_LINES), strict=False):
         lengths, values = zip(*curve, strict=True)
         named = plain(key).replace("$", r"\$")  # $ would begin a formula; a leading _ would hide the label
@@ -131,3 +109,4 @@ def _lines(figure: Figure, axes: Axes, points: Points, label: str) -> None:
         )  # fmt: skip
     length_axis(axes, label)
     figure.legend(loc="outside lower center", ncols=4, fontsize=8.5)
+    return axes

@@ -72,19 +72,9 @@ class Findings:
         return self.start["corpus"]["unit"]
 
     @property
-    def best(self) -> ValidEvent | None:
-        """The validation with the lowest loss."""
-        return min(self.valid, key=lambda event: event["nll"], default=None)
-
-    @property
     def speed(self) -> float:
         """Tokens per second in training: the median over the log's `train` events."""
         return statistics.median(event["tokens_per_second"] for event in self.train)
-
-    def unknown_tokens(self, row: Evaluation) -> int | None:
-        """Return the number of <unk> among the tokens that an evaluation read; None if the log lacks the number."""
-        split = self.split_of(row)
-        return split["unknown"] if row["unknown"] is None and split is not None else row["unknown"]
 
     def split_of(self, row: Evaluation) -> SplitRecord | None:
         """Return the counts and hashes of the evaluated split; None if it is not part of the training corpus."""
@@ -103,31 +93,35 @@ def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Fin
     if not stretches:
         return None
     start = stretches[-1]
-    rows, curves = _evaluations(events, start)
+    rows, curves = _evaluations(events)
     result, without = _result(rows, start, checkpoint)
+    compression = None
     if result is not None:
         of_result = (result["corpus"], result["split"])
         curves = [curve for curve in curves if (curve[0]["corpus"], curve[0]["split"]) == of_result]
+        wanted = (*of_result, scored_bytes(result), SETTINGS)
+        for event in select(events, CompressionEvent):  # the newest counts
+            if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
+                compression = event
     curves = [curve for curve in curves if all(_own_way(row, start) for row in curve)] or curves
     curve = curves[-1] if curves else []
     shown = [row for row in (result, without, *curve) if row is not None]
     train = select(_last_of_steps(events, EventName.TRAIN, "loss"), TrainEvent)
-    valid = select(_last_of_steps(events, EventName.VALID, "nll"), ValidEvent)
     samples = select(events, SampleEvent)
     last = [event for event in events if event["event"] in _OF_TRAINING][-1]
+    trained = max((event["step"] for event in train), default=0)
     return Findings(
         stretches=stretches,
         train=train,
-        valid=valid,
+        valid=select(_last_of_steps(events, EventName.VALID, "nll"), ValidEvent),
         result=result,
         without_memory=without,
         curve=curve,
         others=[row for row in reversed(rows) if row not in shown],
         samples=[sample for sample in samples if sample["checkpoint"] == samples[-1]["checkpoint"]],
-        compression=None if result is None else _compression(events, result),
+        compression=compression,
         stopped=next(iter(select([last], ReasonEvent, EventName.STOP)), None),
-        ended=last["event"] == EventName.END
-        or max((event["step"] for event in train), default=0) >= start["config"]["train"]["steps"],
+        ended=last["event"] == EventName.END or trained >= start["config"]["train"]["steps"],
         converged=bool(last.get("converged")),
         diverged=last.get("diverged"),
     )
@@ -148,7 +142,7 @@ def tokens_read(row: Evaluation) -> int:
     return row["tokens"] + row["dropped"] + 1
 
 
-def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[Evaluation], list[list[Evaluation]]]:
+def _evaluations(events: Sequence[JsonObject]) -> tuple[list[Evaluation], list[list[Evaluation]]]:
     """Return all evaluations, and all sweeps on a test split without a cache, both in order of time.
 
     Of evaluations with equal settings only the newest is returned.
@@ -156,15 +150,12 @@ def _evaluations(events: Sequence[JsonObject], start: StartEvent) -> tuple[list[
     newest: dict[tuple[object, ...], Evaluation] = {}
     curves: list[list[Evaluation]] = []
     for event in events:
-        rows: list[Evaluation] = {EventName.EVAL: [event], EventName.SWEEP: event.get("rows", [])}.get(
-            event["event"], []
-        )
+        rows = cast("list[Evaluation]", [event] if event["event"] == EventName.EVAL else event.get("rows", []))
         for row in rows:
-            if not fits(row["dynamic"], AdaptationSettings | None):
-                continue
-            key = (*_targets(row), row["mem_len"], row["window"])
-            newest.pop(key, None)  # the new row goes to the end
-            newest[key] = row
+            if fits(row["dynamic"], AdaptationSettings | None):
+                key = (*_targets(row), row["mem_len"], row["window"])
+                newest.pop(key, None)  # the new row goes to the end
+                newest[key] = row
         if event["event"] == EventName.SWEEP and event["split"] == "test":
             finite = [row for row in rows if math.isfinite(row["nll"]) and row["cache_size"] is None]
             if len({row["mem_len"] for row in finite}) > 1:
@@ -176,9 +167,8 @@ def _targets(row: Evaluation) -> tuple[object, ...]:
     """Return the settings that two evaluations must share to differ only by memory length and window."""
     names = ("corpus", "split", "checkpoint", "tokens", "dropped", "segment", "batch_size", "clamp_len", "dtype")
     names += ("cache_size", "cache_theta", "cache_lambda", "temperature", "sliding", "exhaustive")
-    adapting = json.dumps(row["dynamic"])
     values: Mapping[str, object] = row
-    return (*(values[name] for name in names), adapting)
+    return (*(values[name] for name in names), json.dumps(row["dynamic"]))
 
 
 def _own_way(row: Evaluation, start: StartEvent) -> bool:
@@ -189,10 +179,10 @@ def _own_way(row: Evaluation, start: StartEvent) -> bool:
     """
     corpus, own = start["corpus"], cast("Mapping[str, object]", start["config"]["eval"])
     split = corpus["splits"].get(row["split"]) if row["corpus"] == corpus["name"] else None
-    is_whole = split is None or tokens_read(row) == split["tokens"]
     values: Mapping[str, object] = row
     names = ("temperature", "segment", "batch_size", "clamp_len")
     same = all(values[name] == own[name] for name in names if name in own)
+    is_whole = split is None or tokens_read(row) == split["tokens"]
     return same and is_whole and row["dtype"] != "bfloat16" and not row["sliding"] and not row["exhaustive"]
 
 
@@ -233,12 +223,3 @@ def _last_of_steps(events: Sequence[JsonObject], kind: EventName, loss: str) -> 
         elif event["event"] == kind and math.isfinite(event.get(loss, math.nan)):
             by_step[event["step"]] = event
     return [by_step[step] for step in sorted(by_step)]
-
-
-def _compression(events: Sequence[JsonObject], result: Evaluation) -> CompressionEvent | None:
-    """Return the newest compressed sizes of the bytes that `result` was measured on; None if there are none."""
-    wanted = (result["corpus"], result["split"], scored_bytes(result), SETTINGS)
-    for event in reversed(select(events, CompressionEvent)):
-        if (event["corpus"], event["split"], event["text"], event["settings"]) == wanted:
-            return event
-    return None

@@ -1,8 +1,9 @@
-"""Pages from the templates beside this module: HTML that opens offline, in light and dark mode."""
+"""Pages from the templates beside this module: HTML that opens offline, in light and dark mode, and Markdown."""
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,12 +13,29 @@ from markupsafe import Markup, escape
 from txl import units
 from txl.reporting import wording
 from txl.reporting.plots import DARK, DARK_RULES, LIGHT
-from txl.reporting.wording import counted, plain, short_name
+from txl.reporting.wording import plain
 
 
-def render(template: str, values: Mapping[str, object]) -> str:
-    """Return the text that a template makes of values; every text among them is escaped."""
-    return _environment().get_template(template).render(values)
+def render(template: str, values: Mapping[str, object]) -> Markup:
+    """Return the text that a template makes of values; every text among them is escaped for HTML, if it is HTML."""
+    return Markup(_environment().get_template(template).render(values))
+
+
+@functools.cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=PackageLoader("txl.reporting"),
+        autoescape=lambda name: name is None or not name.endswith(".md"),
+        # Texts of users may hold control characters, which could break the page.
+        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals |= {"light": LIGHT, "dark": DARK, "dark_rules": DARK_RULES, "units": units, "wording": wording}
+    made.filters |= {"form": format, "code": code, "visible": visible, "fence": fence}
+    made.filters |= {"counted": wording.counted, "short_name": wording.short_name}
+    return made
 
 
 def macros() -> Any:
@@ -25,29 +43,11 @@ def macros() -> Any:
     return _environment().get_template("parts.html").module
 
 
-@functools.cache
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("txl.reporting"),
-        autoescape=True,
-        # Texts of users may hold control characters, which could break the page.
-        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.globals |= {"light": LIGHT, "dark": DARK, "dark_rules": DARK_RULES, "units": units, "wording": wording}
-    filters = {"form": format, "code": code, "visible": visible, "counted": counted, "short_name": short_name}
-    environment.filters |= filters
-    return environment
-
-
 def code(text: str) -> Markup:
     """Return escaped text in which what stands between backticks is set as code."""
     pieces = [escape(plain(piece)) for piece in text.split("`")]
-    return Markup("").join(
-        Markup("<code>{}</code>").format(piece) if index % 2 else piece for index, piece in enumerate(pieces)
-    )
+    pieces[1::2] = [Markup("<code>{}</code>").format(piece) for piece in pieces[1::2]]
+    return Markup("").join(pieces)
 
 
 def visible(text: str) -> Markup:
@@ -56,3 +56,8 @@ def visible(text: str) -> Markup:
     return Markup("").join(
         character if (written := plain(character)) == character else control.format(written) for character in text
     )
+
+
+def fence(text: str) -> str:
+    """Return the fence of a text in Markdown: more tildes than any run of tildes in the text."""
+    return "~" * max(3, 1 + max(map(len, re.findall("~+", text)), default=0))

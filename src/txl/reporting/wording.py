@@ -20,12 +20,9 @@ def plain(text: str) -> str:
     and tabs stay.
     """
     return "".join(
-        character.encode("unicode_escape").decode() if _is_invisible(character) else character for character in text
+        character if category(character)[0] != "C" or character in "\n\t" else repr(character)[1:-1]
+        for character in text
     )
-
-
-def _is_invisible(character: str) -> bool:
-    return category(character)[0] == "C" and character not in "\n\t"
 
 
 def short_name(corpus: str) -> str:
@@ -53,14 +50,9 @@ def window_text(row: EvaluationFigures) -> str:
 
 
 def manner_words(row: EvaluationFigures) -> list[str]:
-    """Return in words the settings that differ from a plain evaluation; empty if none differs.
-
-    The possible settings are a sliding window, exhaustive lanes, a temperature, a cache and dynamic evaluation.
-    """
-    words = []
-    if row["sliding"]:
-        words.append(f"sliding window of {counted(row['segment'], 'token')}")
-    elif row["exhaustive"]:
+    """Return in words the settings that differ from a plain evaluation: sliding, exhaustive, temperature, and so on."""
+    words = [f"sliding window of {counted(row['segment'], 'token')}"] if row["sliding"] else []
+    if row["exhaustive"] and not row["sliding"]:
         words.append("exhaustive")
     if row["temperature"] != 1:
         words.append(f"temperature {row['temperature']:g}")
@@ -100,22 +92,17 @@ def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: boo
         split: counts of the split, used to state which part was read; None: not stated.
         memory: False to leave out memory and window, which vary in a sweep.
     """
-    read = tokens_read(row)
-    part = ""
+    read, part = tokens_read(row), ""
     if split is not None and read < split["tokens"]:
         part = f"the first {read:,} of the {split['tokens']:,} tokens of "
     not_scored = f" ({row['dropped']:,} not scored: first token of each lane, and remainder)" if row["dropped"] else ""
-    lanes = [f"memory {row['mem_len']:,}, {window_text(row)}"] if memory else []
-    lanes.append(f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}")
-    words = [
-        f"{part}the {split_text(row['split'])} of {row['corpus']}",
-        f"{counted(row['tokens'], 'target')}, each scored once{not_scored}",
-        *([] if row["sliding"] else lanes),
-        *manner_words(row),
-        *arithmetic_words(row),
-        f"checkpoint {row['checkpoint']}",
-    ]
-    return "; ".join(words)
+    words = [f"{part}the {split_text(row['split'])} of {row['corpus']}"]
+    words.append(f"{counted(row['tokens'], 'target')}, each scored once{not_scored}")
+    if memory and not row["sliding"]:
+        words.append(f"memory {row['mem_len']:,}, {window_text(row)}")
+    if not row["sliding"]:
+        words.append(f"segments of {row['segment']:,} in {counted(row['batch_size'], 'lane')}")
+    return "; ".join([*words, *manner_words(row), *arithmetic_words(row), f"checkpoint {row['checkpoint']}"])
 
 
 def adaptation_text(dynamic: JsonObject) -> str:
@@ -134,13 +121,12 @@ def adaptation_text(dynamic: JsonObject) -> str:
 def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
     """Return in words the part of a corpus that consists of the first `n_read` tokens of a split."""
     sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
-    size = f"{sizes[split]:,} of its {sum(sizes.values()):,} bytes"
-    if split == WHOLE:
-        part = f"all of {corpus.name}, {sizes[split]:,} bytes"
-    elif not is_named(corpus.name) and is_cut(corpus.name):
-        cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
-        part = f"{cuts[split]} of {corpus.name}, {size}"
-    else:
-        part = f"the {split} split of {corpus.name}, {size}"
+    part = f"all of {corpus.name}, {sizes[split]:,} bytes"
+    if split != WHOLE:
+        part = f"the {split} split of {corpus.name}"
+        if not is_named(corpus.name) and is_cut(corpus.name):
+            cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
+            part = f"{cuts[split]} of {corpus.name}"
+        part += f", {sizes[split]:,} of its {sum(sizes.values()):,} bytes"
     n_token = len(corpus.tokens(split))
     return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"
