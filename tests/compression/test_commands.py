@@ -30,16 +30,9 @@ def run(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_bytes(TEXT * 10)
     out = folder / "run"
-    settings = {
-        "data.corpus": folder / "text.txt",
-        "train.steps": 2,
-        "train.eval-every": 0,
-        "model.n-layer": 1,
-        "model.d-model": 16,
-        "model.d-inner": 16,
-    }
-    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    assert main(["train", "stdlib-tiny", "--out", str(out), "--data-dir", str(folder / "data"), *words]) == 0
+    small = "--train.steps 2 --train.eval-every 0 --model.n-layer 1 --model.d-model 16 --model.d-inner 16".split()
+    where = ["--out", str(out), "--data-dir", str(folder / "data"), "--data.corpus", str(folder / "text.txt")]
+    assert main(["train", "stdlib-tiny", *where, *small]) == 0
     return out
 
 
@@ -74,35 +67,24 @@ def test_online_and_dynamic_files(run, tmp_path, capsys):
         assert f"-> {len(TEXT)} bytes" in capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def evaluated(run, tmp_path_factory) -> Path:
-    """Run whose log ends with a dynamic evaluation."""
-    copy = tmp_path_factory.mktemp("evaluated") / "run"
-    shutil.copytree(run, copy)
-    few = ("--max-tokens", "200", "--data-dir", str(copy.parent / "data"))
-    assert main(["eval", str(copy), *few, "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]) == 0
-    return copy
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("learning_rate", None), ("learning_rate", "x"), ("rule", "x"), ("decay", []), ("statistics_segments", "x")],
-)
-def test_damaged_settings_of_dynamic_evaluation_are_refused(evaluated, tmp_path, capsys, field, value):
+def test_damaged_settings_of_dynamic_evaluation_are_refused(run, tmp_path, capsys):
     copy, text = tmp_path / "run", tmp_path / "text"
-    shutil.copytree(evaluated, copy)
+    shutil.copytree(run, copy)
     text.write_bytes(TEXT)
-    lines = (copy / "log.jsonl").read_text().splitlines()
-    event = json.loads(lines[-1])
-    event["dynamic"] |= {field: value}
-    if value is None:
-        del event["dynamic"][field]
-    (copy / "log.jsonl").write_text("\n".join([*lines, json.dumps(event)]) + "\n")
-    assert main(["compress", str(text), "--model", str(copy), "--dynamic", "-o", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert str(copy / "log.jsonl") in error
-    assert "--dynamic sgd" in error
-    assert not (tmp_path / "out").exists()
+    few = ("--max-tokens", "200", "--data-dir", str(tmp_path / "data"))
+    assert main(["eval", str(copy), *few, "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]) == 0
+    log = copy / "log.jsonl"
+    lines = log.read_text().splitlines()
+    for change in ({"learning_rate": "x"}, {"rule": "x"}, {"decay": []}, {"statistics_segments": "x"}, None):
+        event = json.loads(lines[-1])
+        event["dynamic"] = event["dynamic"] | change if change else {"rule": "sgd"}  # None: fields are missing
+        log.write_text("\n".join([*lines, json.dumps(event)]) + "\n")
+        capsys.readouterr()
+        assert main(["compress", str(text), "--model", str(copy), "--dynamic", "-o", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert str(log) in error
+        assert "--dynamic sgd" in error
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there are no permissions here")

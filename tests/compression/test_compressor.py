@@ -6,7 +6,6 @@ import base64
 import dataclasses
 import io
 import json
-import math
 import random
 import re
 import tracemalloc
@@ -105,15 +104,13 @@ class Repeats(Predictor):
         self._last = torch.full((lanes,), ord("\n"))
 
     def predict(self) -> torch.Tensor:
-        """Predict as `Predictor.predict`."""
         return torch.full((len(self._last), 256), -torch.inf).scatter(1, self._last[:, None], 0.0)
 
     def read(self, tokens: torch.Tensor, whole: bool) -> None:
-        """Read as `Predictor.read`."""
         self._last = tokens
 
     def end_block(self) -> None:
-        """End a block as `Predictor.end_block`."""
+        pass
 
 
 def test_a_file_of_this_format_is_written_and_decoded_as_ever():
@@ -164,12 +161,16 @@ def test_a_model_that_adapts(kind, rule):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_model_that_starts_from_nothing(counts):
-    recipe = dataclasses.replace(ONLINE, counts=counts)
-    for text in FOREIGN.values():
+    recipe, files = dataclasses.replace(ONLINE, counts=counts), {}
+    for name, text in FOREIGN.items():
         with threads(1):
-            file, _ = packed(text, online=recipe, lanes=3 if text is TEXT else None)
+            files[name], _ = packed(text, online=recipe, lanes=3 if text is TEXT else None)
         with threads(2):
-            assert unpacked(file) == text
+            assert unpacked(files[name]) == text
+    assert packed(TEXT, online=dataclasses.replace(recipe, seed=2), lanes=3)[0] != files["text"]
+    if counts:  # it has learned the text when it comes again
+        small, large = (packed(text, online=recipe, lanes=1)[1].payload for text in (TEXT, TEXT * 3))
+        assert large < 1.3 * small
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -185,11 +186,10 @@ def test_what_does_not_get_shorter_is_stored_and_read_all_the_same(way, vocabula
         "dynamic": {"model": model, "dynamic": DynamicRecipe(Adaptation("sgd", 0.05), 16)},
         "online": {"online": ONLINE},
     }
-    for lanes in (1, 3):
-        file, sizes = packed(text, **ways[way], lanes=lanes)
-        assert noise[105:140] in file
-        assert sizes.payload <= len(text)
-        assert unpacked(file, None if way == "online" else model) == text
+    file, sizes = packed(text, **ways[way], lanes=3)
+    assert noise[105:140] in file
+    assert sizes.payload <= len(text)
+    assert unpacked(file, None if way == "online" else model) == text
 
 
 def test_another_training_text_is_named():
@@ -200,35 +200,11 @@ def test_another_training_text_is_named():
         unpacked(file, other)
 
 
-def test_another_seed_is_another_file():
-    assert packed(TEXT, online=ONLINE)[0] != packed(TEXT, online=dataclasses.replace(ONLINE, seed=2))[0]
-
-
 @pytest.mark.parametrize(("name", "value"), [("segment", 0), ("beta1", 1.0), ("eps", -1.0)])
 def test_a_recipe_that_no_model_can_learn_by(name, value):
     with pytest.raises(UserError) as error:
         dataclasses.replace(ONLINE, **{name: value})
     assert (error.value.field, error.value.value) == (f"online.{name}", value)
-
-
-def test_online_learns():
-    small, large = (packed(text, online=ONLINE, lanes=1)[1].payload for text in (TEXT, TEXT * 3))
-    assert large < 1.3 * small
-
-
-@pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
-def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
-    model = coding_model(kind)
-    ids, bits, state = [10], 0.0, model.model.init_state(1)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for _ in range(1000):  # bytes drawn from the model: a block of unlikely bytes would be stored
-            log_probs, state = model.model.log_probs(torch.tensor([ids[-1:]]), state)
-            ids.append(int(torch.multinomial(log_probs[0, 0].exp(), 1, generator=generator)))
-            bits -= log_probs[0, 0, ids[-1]].item() / math.log(2)
-    text = bytes(ids[1:])
-    sizes = packed(text, model=model, lanes=1)[1]
-    assert bits - 8 < 8 * sizes.payload < bits * 1.0001 + 16
 
 
 @pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
@@ -298,16 +274,14 @@ def test_another_arithmetic_and_another_model_are_refused(values, match):
 def test_other_weights_settings_and_modes_are_refused():
     model = coding_model("transformer-xl")
     file, _ = packed(TEXT, model=model)
-    with pytest.raises(UserError, match="another model"):
-        unpacked(file, coding_model("transformer-xl", seed=1))
-    with pytest.raises(UserError, match="was made with a model"):
-        unpacked(file)
-    with pytest.raises(UserError, match="was made without a model"):
-        unpacked(packed(TEXT, online=ONLINE)[0], model)
-    with pytest.raises(UserError, match="or an online recipe"):
-        compress(io.BytesIO(), io.BytesIO())
-    with pytest.raises(UserError, match="lanes is 0"):
-        compress(io.BytesIO(), io.BytesIO(), online=ONLINE, lanes=0)
+    online, _ = packed(TEXT[:50], online=ONLINE)
+    other = coding_model("transformer-xl", seed=1)
+    for given, used, match in ((file, other, "another model"), (file, None, "with a"), (online, model, "without a")):
+        with pytest.raises(UserError, match=match):
+            unpacked(given, used)
+    for settings, match in (({}, "or an online recipe"), ({"online": ONLINE, "lanes": 0}, "lanes is 0")):
+        with pytest.raises(UserError, match=match):
+            compress(io.BytesIO(), io.BytesIO(), **settings)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -315,7 +289,7 @@ def test_nothing_wrong_is_written_from_a_damaged_file():
     model = coding_model("lstm")
     file, _ = packed(TEXT[:150], model=model, lanes=1)
     draw = random.Random(4)
-    for _ in range(40):
+    for _ in range(15):
         place = draw.randrange(len(file))
         damaged = file[:place] + bytes([file[place] ^ 1 << draw.randrange(8)]) + file[place + 1 :]
         for data in (damaged, file[:place]):
@@ -352,18 +326,16 @@ def _blocks(reader: ContainerReader, text: bytes) -> Any:
 class Sink(io.RawIOBase):
     """Sink that counts the bytes written and keeps nothing."""
 
-    def __init__(self):
-        self.size = 0
+    size = 0
 
     def write(self, data: Any) -> int:
-        """Count the bytes and discard them."""
         self.size += len(data)
         return len(data)
 
 
 @pytest.mark.usefixtures("small_blocks")
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """Peak allocations of Python and numpy, in both directions, for a text and for a text twenty times as long."""
+    """Peak allocations of Python and numpy, in both directions, for a text and for a text many times as long."""
     model, text, file = coding_model("lstm"), tmp_path / "text", tmp_path / "file"
 
     def peaks(repeated: int) -> list[int]:
@@ -382,21 +354,17 @@ def test_memory_does_not_grow_with_the_text(tmp_path):
         return found
 
     peaks(1)  # allocations that are made only once
-    for short, long in zip(peaks(3), peaks(60), strict=True):
-        assert long < short + 57 * len(TEXT) // 2  # half of the added text; Python's own memory varies by some kB
+    for short, long in zip(peaks(3), peaks(40), strict=True):
+        assert long < short + 37 * len(TEXT) // 2  # half of the added text; Python's own memory varies by some kB
 
 
 class Slow(io.RawIOBase):
-    """Long stream of text, made as it is read.
-
-    `most` is the largest number of bytes requested at once; `ahead` is the largest number read but not yet written.
-    """
+    """Long stream of text: `most` bytes are requested at once, and `ahead` are read but not yet written."""
 
     def __init__(self, size: int, written: io.BytesIO):
         self.left, self.most, self.ahead, self._written, self._read = size, 0, 0, written, 0
 
     def read(self, count: int = -1) -> bytes:
-        """Return the next bytes, always from the beginning of the text."""
         self.most = max(self.most, count)
         given = min(count, self.left)
         self.left -= given

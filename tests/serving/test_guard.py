@@ -14,8 +14,7 @@ from starlette.responses import PlainTextResponse
 
 from tests.serving.conftest import wait_for
 from txl.serving.guard import Access, Guard
-from txl.serving.metrics import Metrics
-from txl.serving.requests import Limits
+from txl.serving.requests import Limits, Metrics
 
 KEY = "a key that nobody knows"
 ROUTES = [

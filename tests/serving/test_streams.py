@@ -22,7 +22,7 @@ import txl
 from tests.serving.conftest import LENGTHS, events_of, wait_for
 from txl.evaluation.surprisal import surprisals
 from txl.serving import scheduler as scheduler_module
-from txl.serving.kept_stream import Operation
+from txl.serving.kept_streams import Operation
 from txl.serving.requests import Limits
 from txl.serving.texts import TAIL
 

@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.devices import keep_freed_memory
     from txl.serving.app import address_of, bound_socket, build_app, serve
     from txl.serving.guard import Access
-    from txl.serving.service import Served, Service, served_name
+    from txl.serving.service import Served, Service
 
     listening = bound_socket(arguments.host, arguments.port)
     with listening:
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> None:
         served = Served(
             model,
             vocabulary,
-            arguments.name or served_name(run_directory.path),
+            arguments.name or run_directory.path.resolve().name,
             arguments.max_streams or Served.max_streams,
             getattr(torch, arguments.dtype) if arguments.dtype else None,
             segment=config.eval.segment,

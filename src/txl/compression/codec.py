@@ -25,10 +25,9 @@ _INVALID = re.compile("([\udc80-\udcff]+)")  # bytes that are not valid UTF-8, a
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Set the number of threads of PyTorch and the compiled library within the block.
+    """Set the number of PyTorch's threads within the block, on which the order of additions in its products depends.
 
-    The number of threads affects the order of additions in PyTorch's matrix products. Values that must be equal in
-    encoder and decoder are therefore computed with one thread.
+    Values that must be equal in encoder and decoder are therefore computed with one thread.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -105,13 +104,9 @@ class Symbols:
 
 
 class BlockCodec:
-    """Encoder or decoder of one file, block after block.
+    """Encoder or decoder of one file, block after block, with a new predictor of its own.
 
-    Args:
-        predictor: new predictor for the exclusive use of this codec.
-        symbols: symbols of the predictor's vocabulary.
-        lanes: number of lanes of the predictor.
-        n_threads: number of threads, if the predictor's results do not depend on it; otherwise one thread is used.
+    `n_threads` threads are used if the predictor's results do not depend on their number, otherwise one.
     """
 
     def __init__(self, predictor: Predictor, symbols: Symbols, lanes: int, n_threads: int):

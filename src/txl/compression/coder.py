@@ -88,13 +88,10 @@ class RangeDecoder:
 
 
 class Frequencies:
-    """Integer frequencies of the symbols: the model's probabilities, rounded once, and a count for the escape.
+    """Integer frequencies of the symbols: the model's probabilities, rounded once, and a count for the escape, if any.
 
     Every token gets at least 1 of `TOTAL`. The escape's frequency is estimated from the number of escapes so far
     (Krichevsky and Trofimov's estimate); in a file without escapes it costs a few bits.
-
-    Args:
-        escape: number of the escape symbol, at most the number of tokens; None: no escape is needed.
     """
 
     def __init__(self, escape: int | None):
@@ -103,8 +100,7 @@ class Frequencies:
     def cumulative(self, log_probs: Tensor) -> np.ndarray:
         """Return cumulative frequencies of log-probabilities [B,V]: int64 [B,V+1]; [B,V+2] if the escape is no token.
 
-        Raises:
-            CommandFailed: if a probability is not a finite number.
+        CommandFailed: a probability is not a finite number.
         """
         probabilities = log_probs.double().exp()
         if not bool(torch.isfinite(probabilities).all()):

@@ -150,12 +150,8 @@ def decompress(
 ) -> Sizes:
     """Write the text of a file that `compress` made, each block only after checking it.
 
-    Args:
-        source: stream of the compressed file.
-        sink: stream for the text.
-        name: name of the file in messages.
-        load: function that returns the model, for a file that needs a model.
-        progress: called after every block with the number of bytes done.
+    `name` is the file's in messages; `load` returns the model, for a file that needs one; `progress` is called after
+    every block with the number of bytes done.
     """
     reader = ContainerReader(source, name)
     header = reader.header()
@@ -274,14 +270,9 @@ class _Setup:
 class VerifiedSink:
     """Stream for a file's records that writes a block only after a process of `txl decompress` has decoded it.
 
-    The process decodes a block while the encoder works at the next one. It is never sent a record before its text of
-    the one before has been read, so neither waits for the other with a full pipe.
-
-    Args:
-        sink: stream opened for writing bytes.
-        arguments: arguments of the command, in addition to source and destination (``--model DIR``); None: every record
-            is written at once.
-        n_threads: number of threads of the process.
+    The process, whose further `arguments` may be ``--model DIR``, decodes a block while the encoder works at the next.
+    It is never sent a record before its text of the one before has been read, so neither waits for the other with a
+    full pipe. Without arguments (None) every record is written at once. CommandFailed: it returned another text.
     """
 
     def __init__(self, sink: IO[bytes], arguments: Sequence[str] | None, n_threads: int):
@@ -300,11 +291,7 @@ class VerifiedSink:
             )
 
     def write(self, record: bytes, text: bytes = b"") -> None:
-        """Write a record, with its text if the record is a block; with a process, when the next record is written.
-
-        Raises:
-            CommandFailed: if the process returned another text for the record before, or has ended.
-        """
+        """Write a record, with its text if the record is a block; with a process, when the next record is written."""
         self._confirm()
         self._record, self._text = record, text
         if self._process is None:

@@ -88,12 +88,7 @@ class ContainerWriter:
 
 
 class ContainerReader:
-    """Reader of a file's records that raises an error for a damaged file.
-
-    Args:
-        file: file opened for reading bytes; it need not be seekable.
-        name: name of the file in messages.
-    """
+    """Reader of the records of a file that need not be seekable; UserErrors tell by its name that it is damaged."""
 
     def __init__(self, file: IO[bytes], name: str):
         self._file, self._name = file, name
@@ -121,10 +116,9 @@ class ContainerReader:
         return values
 
     def blocks(self, most: int) -> Iterator[Block]:
-        """Yield the blocks after checking each, then compare the end's digest with the texts passed to `decoded`.
+        """Yield the blocks, of at most `most` bytes of text, after checking each.
 
-        Args:
-            most: greatest number of text bytes in a block.
+        Then compare the end's digest with the texts passed to `decoded`.
         """
         while (kind := self._read(1)[0]) != _END_KIND:
             start = bytes([kind]) + self._read(_BLOCK.size - 1)

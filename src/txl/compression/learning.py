@@ -34,10 +34,7 @@ _BELOW = {"segment": math.inf, "beta1": 1, "beta2": 1, "eps": math.inf, "halved_
 
 @dataclass(frozen=True)
 class OnlineRecipe:
-    """Configuration and training of a model that learns the file from scratch; stored in the file's header.
-
-    The defaults were measured on text.
-    """
+    """Configuration and training of a model that learns the file from scratch; the defaults were measured on text."""
 
     seed: int = 1
     segment: int = 16
@@ -71,13 +68,7 @@ class OnlineRecipe:
 
 
 class OnlinePredictor(ModelPredictor):
-    """Predictor of bytes by a model that learns during coding, and by counts.
-
-    Args:
-        recipe: configuration and training of the model.
-        lanes: number of lanes B.
-        start: byte before the text.
-    """
+    """Predictor of bytes by a model that learns during coding, and by counts; `start` is the byte before the text."""
 
     def __init__(self, recipe: OnlineRecipe, lanes: int, start: int):
         with torch.random.fork_rng(devices=[]):

@@ -62,18 +62,10 @@ class EnginePredictor(Predictor):
 
 
 class ModelPredictor(Predictor):
-    """Any language model, computed by PyTorch; with `learn`, the weights adapt to the text segment by segment.
+    """Any language model in evaluation mode, computed by PyTorch; one without memory reads its context at each token.
 
-    A model without memory recomputes its context for every token.
-
-    Args:
-        model: model in evaluation mode.
-        lanes: number of lanes B.
-        start: token before the text.
-        lengths: memory length, window and clamp.
-        segment: number of tokens T of each lane after which `learn` is called.
-        learn: function that changes the weights, given tokens and targets of a coded segment, int64 [B,T], and the
-            state before the segment; None: fixed weights.
+    After every `segment` tokens of each lane, `learn` may change the weights, given tokens and targets of the segment,
+    int64 [B,T], and the state before it; None: fixed weights. `start` is the token before the text.
     """
 
     def __init__(

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,49 +28,45 @@ from txl.errors import STOP_SIGNALS, Field, UserError
 from txl.files import reason_of
 from txl.serving import stream_routes
 from txl.serving.completions import completions
-from txl.serving.exchange import beside, checked_ids, encoded
-from txl.serving.guard import Access, Guard
+from txl.serving.exchange import FAILED, beside, checked_ids, encoded
+from txl.serving.guard import STATIC, Access, Guard
 from txl.serving.kept_streams import KeptStreams
 from txl.serving.requests import ApiError, body_of, json_response
 from txl.serving.scheduler import ENGINE_FAILED
 from txl.serving.schemas import DetokenizeRequest, TokenizeRequest, checked
 from txl.serving.service import Service
 
-_logger = logging.getLogger(__name__)
 _PLAYGROUND = Path(str(files("txl.serving"))) / "playground"
 _READ_AT_ONCE = 1 << 13  # bytes; in chunks of one byte, they take about 20 ms
 _CONTENT = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; " + (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_FRESH = {"Cache-Control": "no-cache"}  # browsers ask at each use: a new version of the program may change the page
 
 
 def build_app(service: Service, access: Access = Access(), streams_folder: Path | None = None) -> Guard:  # noqa: B008 (a value)
-    """Return the ASGI application of a service; its lifespan starts and stops the engine's thread.
-
-    Raises:
-        UserError: if `streams_folder` cannot be used.
-    """
+    """Return the ASGI application of a service (UserError if `streams_folder` cannot be used); it starts the engine."""
     kept = KeptStreams(service, streams_folder)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        service.start()
+        service.scheduler.start()
         kept.start()
         try:
             yield
         finally:
-            service.farewell().set()
+            service.farewell.set()
             await asyncio.to_thread(service.stop)
             await kept.stop()
 
     app = Starlette(
         routes=[
             Route("/", _page),
-            Mount("/static", _Static(directory=_PLAYGROUND)),
+            Mount(STATIC.rstrip("/"), _Static(directory=_PLAYGROUND)),
             Route("/health", _health),
             Route("/metrics", _metrics),
             Route("/v1/models", _models),
-            Route("/v1/models/{id:path}", _model),
+            Route("/v1/models/{id:path}", _models),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", _no_chat, methods=["GET", "POST"]),
             Route("/tokenize", _tokenize, methods=["POST"]),
@@ -83,7 +80,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
             Route("/v1/streams/{id}/fork", stream_routes.fork, methods=["POST"]),
             Route("/v1/streams/{id}/snapshot", stream_routes.take_snapshot, methods=["GET"]),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _failure},
+        exception_handlers={ApiError: _refused, HTTPException: _refused, Exception: _refused},
         lifespan=lifespan,
     )
     app.state.service, app.state.kept = service, kept
@@ -94,47 +91,39 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
 
 
 class _Static(StaticFiles):
-    """Static files that browsers must revalidate at each use, because a new version of the program may change them."""
-
     def file_response(self, *args: Any, **options: Any) -> Response:
         response = super().file_response(*args, **options)
-        response.headers["Cache-Control"] = "no-cache"
+        response.headers.update(_FRESH)
         return response
 
 
 async def _page(request: Request) -> Response:
     page = (_PLAYGROUND / "index.html").read_bytes()
-    return Response(
-        page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT, "Cache-Control": "no-cache"}
-    )
+    return Response(page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT, **_FRESH})
 
 
 async def _health(request: Request) -> Response:
-    service: Service = request.app.state.service
-    if not service.scheduler.is_alive():
+    if not request.app.state.service.scheduler.is_alive():
         raise ApiError(503, ENGINE_FAILED, headers={"Retry-After": "60"})
     return json_response({"status": "ok"})
 
 
 async def _metrics(request: Request) -> Response:
-    metrics = request.app.state.service.metrics
-    return Response(metrics.exposition(), headers={"Content-Type": metrics.content_type})
+    exposition = generate_latest(request.app.state.service.metrics.registry)
+    return Response(exposition, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _models(request: Request) -> Response:
-    return json_response({"object": "list", "data": [request.app.state.service.describe()]})
-
-
-async def _model(request: Request) -> Response:
     service: Service = request.app.state.service
+    if "id" not in request.path_params:
+        return json_response({"object": "list", "data": [service.describe()]})
     service.check_model(request.path_params["id"])
     return json_response(service.describe())
 
 
 async def _no_chat(request: Request) -> Response:
-    raise ApiError(
-        404, "this model continues text and has no chat template; use /v1/completions", code="unsupported_endpoint"
-    )
+    message = "this model continues text and has no chat template; use /v1/completions"
+    raise ApiError(404, message, code="unsupported_endpoint")
 
 
 async def _tokenize(request: Request) -> Response:
@@ -164,47 +153,30 @@ async def _tokenizer_info(request: Request) -> Response:
     return json_response(request.app.state.service.texts.describe())
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _refused(request: Request, error: Exception) -> Response:
+    """Return the answer to a request that a route, or Starlette, has refused or failed to answer."""
+    if isinstance(error, ApiError):
+        return error.response()
+    if not isinstance(error, HTTPException):
+        return ApiError(500, FAILED).response()
+    place = request.url.path[:200]
     messages = {
-        404: f"no route {request.url.path[:200]!r}; docs/reference/server.md lists them",
-        405: f"{request.url.path[:200]} does not accept {request.method}",
+        404: f"no route {place!r}; docs/reference/server.md lists them",
+        405: f"{place} does not accept {request.method}",
     }
     message = messages.get(error.status_code) or str(error.detail)
     return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
 
-async def _failure(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server failed to answer; its log says why").response()
-
-
 def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0: any free port.
-
-    Raises:
-        UserError: if `host` is not an address of this machine, or the socket cannot listen there.
-    """
+    """Return a socket that listens at an address; port 0: any free port (UserError if it cannot listen there)."""
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
-        problem = f"no address of this machine ({reason_of(error)})"
-        raise UserError(problem, field="host", value=host, remedy="try 127.0.0.1") from None
-    family, _, _, _, address = addresses[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(512)
-    except OSError as error:
-        listening.close()
         remedy = ("give another ", Field("host"), " or ", Field("port"))
-        raise UserError(f"cannot listen at {host} port {port} ({error.strerror})", remedy=remedy) from None
-    return listening
+        raise UserError(f"cannot listen at {host} port {port} ({reason_of(error)})", remedy=remedy) from None
 
 
 def address_of(listening: socket.socket) -> str:
@@ -216,8 +188,7 @@ def address_of(listening: socket.socket) -> str:
 class _SmallReads(H11Protocol):
     """uvicorn's protocol for HTTP, reading little from a connection before the other connections' turn.
 
-    A body in chunks of one byte takes long to parse: with asyncio's 256 KiB at once, it keeps all others waiting for
-    seconds.
+    A body in chunks of one byte takes long to parse: 256 KiB at once, asyncio's, would keep all others waiting.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -243,10 +214,8 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Stop at `STOP_SIGNALS` while the server runs, if in the main thread: other threads receive no signals."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        is_main = threading.current_thread() is threading.main_thread()
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if is_main}
         handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}  # nohup
         for number in handlers:
             signal.signal(number, self.handle_exit)
@@ -258,14 +227,9 @@ class _Server(uvicorn.Server):
 
 
 def serve(app: Guard, service: Service, listening: socket.socket, ready: Callable[[Callable[[], None]], None]) -> None:
-    """Serve until one of `STOP_SIGNALS` arrives, then end running requests and return.
+    """Serve at a listening socket until one of `STOP_SIGNALS` arrives, then end running requests and return.
 
-    Args:
-        app: application that `build_app` made for the service.
-        service: service of the model.
-        listening: listening socket.
-        ready: function called once the server answers requests; its argument is a function that stops the server and
-            may be called in any thread.
+    `ready` is called once the server answers requests, with a function that stops the server from any thread.
     """
     config = uvicorn.Config(
         app,

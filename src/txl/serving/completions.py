@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from txl.files import JsonObject
 from txl.generation.text import StopStrings
-from txl.serving.exchange import Prompt, beside, event_stream, finite, locate, read_prompt, while_connected
+from txl.serving.exchange import Prompt, beside, event_stream, finite, read_prompt, while_connected
 from txl.serving.requests import ApiError, body_of, dumps, json_response
 from txl.serving.schemas import CompletionRequest, checked
 from txl.serving.service import Service
@@ -73,31 +73,26 @@ class Choice:
         if not text and not entries and self.reason is None:
             return None
         self.text, self._entries, self._began = "", self._entries[n_listed:], True
-        log_probs = None if top is None else _logprobs(entries, self._texts)
+        # As the completions API lists tokens; `bytes` and `token_ids` are additions of this server.
+        log_probs = None if top is None else {
+            "tokens": [self._texts.shown(data) for _, data, _ in entries],
+            "token_logprobs": [finite(token.log_prob) for token, _, _ in entries],
+            "top_logprobs": [self._top(token, data) for token, data, _ in entries],
+            "text_offset": [at for _, _, at in entries],
+            "bytes": [list(data) for _, data, _ in entries],
+            "token_ids": [token.id for token, _, _ in entries],
+        }  # fmt: skip
         return {"text": text, "index": self.index, "logprobs": log_probs, "finish_reason": self.reason}
 
-
-def _logprobs(entries: Sequence[tuple[ScoredToken, bytes, int]], texts: Texts) -> JsonObject:
-    """Return tokens as the completions API lists them; `bytes` and `token_ids` are additions of this server."""
-    tops: list[dict[str, float] | None] = []
-    for token, data, _ in entries:
+    def _top(self, token: ScoredToken, data: bytes) -> dict[str, float | None] | None:
         if token.log_prob is None:
-            tops.append(None)
-            continue
-        by_text: dict[str, float] = {}
+            return None
+        by_text: dict[str, float | None] = {}
         for candidate, log_prob in (*token.top, (token.id, token.log_prob)):
             # The token itself as in `tokens`: an unknown word is not called <unk> there.
-            text = texts.shown(data if candidate == token.id else texts.vocabulary.bytes_of(candidate))
-            by_text.setdefault(text, finite(log_prob))
-        tops.append(by_text)
-    return {
-        "tokens": [texts.shown(data) for _, data, _ in entries],
-        "token_logprobs": [None if token.log_prob is None else finite(token.log_prob) for token, _, _ in entries],
-        "top_logprobs": tops,
-        "text_offset": [at for _, _, at in entries],
-        "bytes": [list(data) for _, data, _ in entries],
-        "token_ids": [token.id for token, _, _ in entries],
-    }
+            own = data if candidate == token.id else self._texts.vocabulary.bytes_of(candidate)
+            by_text.setdefault(self._texts.shown(own), finite(log_prob))
+        return by_text
 
 
 class _Answer:
@@ -142,15 +137,14 @@ class _Answer:
         async for batch in outbox.batches():
             self._add(batch)
 
-    async def whole(self) -> Response:
+    def whole(self) -> Response:
         """Return the complete answer as one response."""
-        top = self._fields.logprobs
+        choices = [choice.take(self._fields.logprobs) for choice in self._choices]
+        return json_response(self._head | {"choices": choices, "usage": self._usage()})
 
-        def answer() -> Response:
-            choices = [choice.take(top) for choice in self._choices]
-            return json_response(self._head | {"choices": choices, "usage": self._usage()})
-
-        return await beside(sum(choice.size(top) for choice in self._choices), answer)
+    def size(self) -> int:
+        """Return about how many characters and log-probabilities the complete answer has."""
+        return sum(choice.size(self._fields.logprobs) for choice in self._choices)
 
     def _add(self, batch: list[Event]) -> set[int]:
         """Add events to choices and prompts; return the indices of the choices with new events."""
@@ -178,17 +172,38 @@ async def completions(request: Request) -> Response:
     if fields.stream:
         return event_stream(answer.chunks(outbox), works, service)
     await while_connected(request, answer.collect(outbox), works)
-    return await answer.whole()
+    return await beside(answer.size(), answer.whole)
+
+
+async def _prompts(request: Request, fields: CompletionRequest) -> list[Prompt]:
+    limits, texts, value = request.app.state.service.limits, request.app.state.service.texts, fields.prompt
+    is_ids = isinstance(value, list) and value and type(value[0]) is int
+    values = value if isinstance(value, list) and value and not is_ids else [value]
+    if len(values) * fields.n > limits.max_choices:
+        message = f"{len(values)} prompts times n {fields.n}; expected at most {limits.max_choices} texts"
+        raise ApiError(400, message)
+    prompts = [await read_prompt(request, prompt, "prompt") for prompt in values]
+    n_read = sum(prompt.ids.numel() for prompt in prompts) if fields.scores_prompts else 0
+    n_drawn = 0 if fields.stream else len(values) * fields.max_tokens  # of an event stream only the unread part is held
+    limits.check_reported(fields.n * (n_read + n_drawn), fields.logprobs)
+    for prompt in prompts if fields.echo else []:
+        if prompt.text is None:
+            placed = functools.partial(texts.placed, prompt.ids.tolist())
+            prompt.shown, prompt.parts = await beside(prompt.ids.numel(), placed)
+        elif fields.scores_prompts:
+            located = functools.partial(texts.located, prompt.text, prompt.ids)
+            prompt.parts = await beside(len(prompt.text), located)
+    return prompts
 
 
 def _work(number: int, prompt: Prompt, fields: CompletionRequest, outbox: Outbox, service: Service) -> Work:
     """Return the work of one prompt, with its continuations."""
-    texts, continuations = service.texts, []
+    continuations = []
     for sample in range(fields.n):
         if prompt.text is not None:
-            decoder = texts.vocabulary.decoder(prompt.text)
+            decoder = service.texts.vocabulary.decoder(prompt.text)
         else:
-            decoder = texts.decoder_after(prompt.ids[-TAIL:].tolist())
+            decoder = service.texts.decoder_after(prompt.ids[-TAIL:].tolist())
         index, seed, stop = number * fields.n + sample, fields.seed + sample, StopStrings(fields.stop)
         continuations.append(Continuation(index, fields.max_tokens, seed, fields.sampling, decoder, stop))
     return Work(
@@ -201,19 +216,3 @@ def _work(number: int, prompt: Prompt, fields: CompletionRequest, outbox: Outbox
         top=fields.logprobs,
         segment=service.segment if fields.scores_prompts else Work.segment,
     )
-
-
-async def _prompts(request: Request, fields: CompletionRequest) -> list[Prompt]:
-    limits, value = request.app.state.service.limits, fields.prompt
-    is_ids = isinstance(value, list) and value and type(value[0]) is int
-    values = value if isinstance(value, list) and value and not is_ids else [value]
-    if len(values) * fields.n > limits.max_choices:
-        expected = f"expected at most {limits.max_choices} texts"
-        raise ApiError(400, f"{len(values)} prompts times n {fields.n}; {expected}")
-    prompts = [await read_prompt(request, prompt, "prompt") for prompt in values]
-    n_read = sum(prompt.ids.numel() for prompt in prompts) if fields.scores_prompts else 0
-    n_drawn = 0 if fields.stream else len(values) * fields.max_tokens  # of an event stream only the unread part is held
-    limits.check_reported(fields.n * (n_read + n_drawn), fields.logprobs)
-    for prompt in prompts:
-        await locate(prompt, request.app.state.service, fields.echo, fields.scores_prompts)
-    return prompts

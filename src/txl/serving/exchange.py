@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 _IN_THREAD = 1 << 12  # characters or tokens from which work is done in a thread beside the event loop
 _LONG = 1 << 18  # characters from which texts are encoded one by one, to leave threads and processors to shorter ones
-_LEAST = -9999.0  # reported for the logarithm of 0, which JSON cannot represent
+FAILED = "the server failed to answer; its log says why"
 T = TypeVar("T")
 
 
@@ -38,11 +38,7 @@ class Prompt:
 
 
 async def read_prompt(request: Request, value: object, name: str) -> Prompt:
-    """Return a prompt of a request, given as a string or as token ids.
-
-    Raises:
-        ApiError: if the value is neither, is empty or too long, or is not in the vocabulary.
-    """
+    """Return a prompt given as a string or as token ids (ApiError if it is neither, empty, too long, or unknown)."""
     if isinstance(value, str) and value:
         prompt = Prompt(await encoded(request, value, name), value, value)
         if prompt.ids.numel() == 0:
@@ -50,15 +46,13 @@ async def read_prompt(request: Request, value: object, name: str) -> Prompt:
         return prompt
     if isinstance(value, list) and value:
         return Prompt(await checked_ids(request, value, name), None)
-    what = "is empty" if value in ("", []) else "is missing" if value is None else "has the wrong type"
-    raise ApiError(400, f"{name} {what}; expected text, or a list of token ids, at least one", param=name)
+    raise ApiError(400, f"{name}: expected text, or a list of token ids, at least one", param=name)
 
 
 async def encoded(request: Request, text: str, name: str) -> Tensor:
-    """Return the token ids of a text of a request, int64 [n]. Long texts are encoded one after the other.
+    """Return the token ids of a text, int64 [n] (ApiError if it is too long, cannot be encoded, or the client leaves).
 
-    Raises:
-        ApiError: for a text that is too long, or cannot be encoded, or if the client disconnects first.
+    Long texts are encoded one after the other.
     """
     service: Service = request.app.state.service
     texts, most = service.texts, service.limits.max_prompt
@@ -77,11 +71,7 @@ async def encoded(request: Request, text: str, name: str) -> Tensor:
 
 
 async def checked_ids(request: Request, value: Sequence[object], name: str) -> Tensor:
-    """Return token ids of a request as int64 [n].
-
-    Raises:
-        ApiError: if the list is too long, or has something that is no id of the vocabulary.
-    """
+    """Return token ids of a request as int64 [n] (ApiError if they are too many, or are no ids of the vocabulary)."""
     service: Service = request.app.state.service
     _refuse_long(len(value), service.limits.max_prompt, name)
 
@@ -92,16 +82,6 @@ async def checked_ids(request: Request, value: Sequence[object], name: str) -> T
         return of_user(lambda: service.texts.checked(ids, name), name)
 
     return await beside(len(value), check)
-
-
-async def locate(prompt: Prompt, service: Service, shown: bool, located: bool) -> None:
-    """Set the text that `echo` shows, and with `located` the text and place of each token."""
-    texts, text = service.texts, prompt.text
-    if located and text is not None:
-        prompt.parts = await beside(len(text), lambda: texts.located(text, prompt.ids))
-    elif text is None and (shown or located):
-        ids = prompt.ids.tolist()
-        prompt.shown, prompt.parts = await beside(len(ids), lambda: texts.placed(ids))
 
 
 def _refuse_long(n_token: int, most: int, name: str) -> None:
@@ -117,9 +97,9 @@ async def beside(size: int, make: Callable[[], T]) -> T:
     return make()
 
 
-def finite(log_prob: float) -> float:
-    """Return a log-probability, with minus infinity replaced by a number that JSON can represent."""
-    return max(log_prob, _LEAST)
+def finite(log_prob: float | None) -> float | None:
+    """Return a log-probability for JSON, which cannot represent minus infinity; None stays None."""
+    return None if log_prob is None else max(log_prob, -9999.0)
 
 
 def event_stream(events: AsyncIterator[str], works: Sequence[Work], service: Service, status: int = 200) -> Response:
@@ -134,40 +114,34 @@ def event_stream(events: AsyncIterator[str], works: Sequence[Work], service: Ser
             yield {"data": dumps(error.value())}
         except Exception:
             _logger.exception("an event stream failed")
-            yield {"data": dumps(ApiError(500, "the server failed to answer; its log says why").value())}
+            yield {"data": dumps(ApiError(500, FAILED).value())}
         finally:
             for work in works:
                 work.cancelled = True
 
     grace = service.grace + 5
     return EventSourceResponse(
-        data(), status, ping=15, sep="\n", shutdown_event=service.farewell(), shutdown_grace_period=grace
+        data(), status, ping=15, sep="\n", shutdown_event=service.farewell, shutdown_grace_period=grace
     )
 
 
 async def while_connected(request: Request, waiting: Awaitable[T], works: Sequence[Work]) -> T:
-    """Return the result of `waiting`; cancel the works if the client disconnects first.
+    """Return the result of `waiting`; cancel the works if the client disconnects first (ApiError)."""
 
-    Raises:
-        ApiError: as `waiting` does, or if the client has disconnected.
-    """
-    task = asyncio.ensure_future(waiting)
-    departure = asyncio.ensure_future(_left(request))
+    async def departure() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(waiting), asyncio.ensure_future(departure())
     try:
-        await asyncio.wait({task, departure}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ApiError(499, "the client has left")
         return task.result()
     finally:
         for work in works:
             work.cancelled = True
-        for future in (task, departure):
-            if not future.done():
-                future.cancel()
-                with suppress(asyncio.CancelledError):
-                    await future
-
-
-async def _left(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+        for future in (task, left):
+            future.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await future

@@ -22,11 +22,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope, Send
 
 from txl.devices import return_freed_memory
-from txl.serving.metrics import Metrics
-from txl.serving.requests import ApiError, Limits
+from txl.serving.requests import ApiError, Limits, Metrics
 
-_OPEN = ("/", "/health")
-_STATIC = "/static/"
+STATIC = "/static/"
 _AGAIN = {"Retry-After": "1"}
 _CLOSE = {"Connection": "close"}
 _SMALL = 1 << 16  # bytes of a body that is accepted even if too many large ones are held
@@ -54,7 +52,6 @@ class Guard:
     def __init__(self, app: Starlette, access: Access, limits: Limits, max_snapshot: int, metrics: Metrics):
         self.app, self._access, self._limits, self._metrics = app, access, limits, metrics
         self._max_snapshot = max_snapshot
-        self._key = None if access.api_key is None else _digest(access.api_key)
         # For pages of other origins that are permitted; outside of `_answer`, so that they can read its errors.
         self._shared = CORSMiddleware(
             self._answer,
@@ -75,20 +72,32 @@ class Guard:
         began, status = time.perf_counter(), 500
 
         async def sends(message: Message) -> None:
+            """Send a message in parts, for each of which the client has `Limits.write_seconds`.
+
+            Otherwise answers that nobody receives would fill the memory, and event streams hold places in the engine.
+            """
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await self._send(message, send)
+            body, more = message.get("body", b""), message.get("more_body", False)
+            for start in range(0, max(1, len(body)), _SENT_AT_ONCE):
+                end = start + _SENT_AT_ONCE
+                if message["type"] == "http.response.body":
+                    message = {**message, "body": body[start:end], "more_body": more or end < len(body)}
+                try:
+                    async with asyncio.timeout(self._limits.write_seconds):
+                        await send(message)
+                except TimeoutError:
+                    raise _Stuck from None
 
         self._active += 1
         try:
             headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            self._check_host(headers.get("host"))
-            self._check_origin(origin, headers.get("host"))
-            await (self._shared if origin in self._access.origins else self._answer)(scope, receive, sends)
+            self._check_sender(headers.get("host", ""), headers.get("origin"))
+            answer = self._shared if headers.get("origin") in self._access.origins else self._answer
+            await answer(scope, receive, sends)
         except ApiError as error:
             await error.response()(scope, receive, sends)
         except _Stuck:
@@ -101,52 +110,41 @@ class Guard:
             self._metrics.requests.labels(route, str(status)).inc()
             self._metrics.request_seconds.labels(route).observe(time.perf_counter() - began)
 
+    def _check_sender(self, host: str, origin: str | None) -> None:
+        """Refuse a request that is not addressed to this server, or comes from a page of another origin."""
+        name = (_split(f"//{host}").hostname or "") if not set(host) & set("/@?#\\ ") else ""
+        if name != "localhost" and name not in self._access.hosts:
+            try:
+                ipaddress.ip_address(name)
+            except ValueError:
+                message = "this Host is not served here; who runs the server can allow it (allow_host)"
+                raise ApiError(403, message, code="bad_host") from None
+        is_other = origin is not None and (origin == "null" or _split(origin).netloc.lower() != host.lower())
+        if is_other and origin not in self._access.origins:
+            message = "pages of another origin may not ask here; who runs the server can allow it (allow_origin)"
+            raise ApiError(403, message, code="bad_origin")
+
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if self._active > self._limits.max_requests:
                 raise ApiError(503, "too many requests at the same time; try again", headers=_AGAIN)
-            self._check_key(scope["path"], Headers(scope=scope).get("authorization"))
-            body = await self._body(scope, receive)
-            await self.app(scope, _replayed(body, receive), send)
+            key, path = self._access.api_key, scope["path"]
+            if key is not None and path not in ("/", "/health") and not path.startswith(STATIC):
+                scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+                if not (hmac.compare_digest(_digest(given.strip()), _digest(key)) and scheme.lower() == "bearer"):
+                    message, headers = (
+                        "a valid key is needed: Authorization: Bearer KEY",
+                        {"WWW-Authenticate": "Bearer"},
+                    )
+                    raise ApiError(401, message, code="invalid_api_key", headers=headers)
+            messages: list[Message] = [{"type": "http.request", "body": await self._body(scope, receive)}]
+
+            async def received() -> Message:  # the body, and then the next message: the client's disconnect
+                return messages.pop() if messages else await receive()
+
+            await self.app(scope, received, send)
         except ApiError as error:
             await error.response()(scope, receive, send)
-
-    async def _send(self, message: Message, send: Send) -> None:
-        """Send a message in parts, for each of which the client has `Limits.write_seconds`.
-
-        Otherwise answers that nobody receives would fill the memory, and event streams hold places in the engine.
-        """
-        body, more = message.get("body", b""), message.get("more_body", False)
-        for start in range(0, max(1, len(body)), _SENT_AT_ONCE):
-            end = start + _SENT_AT_ONCE
-            if message["type"] == "http.response.body":
-                message = {**message, "body": body[start:end], "more_body": more or end < len(body)}
-            try:
-                async with asyncio.timeout(self._limits.write_seconds):
-                    await send(message)
-            except TimeoutError:
-                raise _Stuck from None
-
-    def _check_host(self, host: str | None) -> None:
-        name = _split(f"//{host}").hostname if host and not set(host) & set("/@?#\\ ") else None
-        if name is None or not (name == "localhost" or _is_address(name) or name in self._access.hosts):
-            message = "this Host is not served here; who runs the server can allow it (allow_host)"
-            raise ApiError(403, message, code="bad_host")
-
-    def _check_origin(self, origin: str | None, host: str | None) -> None:
-        if origin is None or origin in self._access.origins:
-            return
-        if _split(origin).netloc.lower() != (host or "").lower() or origin == "null":
-            message = "pages of another origin may not ask here; who runs the server can allow it (allow_origin)"
-            raise ApiError(403, message, code="bad_origin")
-
-    def _check_key(self, path: str, authorization: str | None) -> None:
-        if self._key is None or path in _OPEN or path.startswith(_STATIC):
-            return
-        scheme, _, key = (authorization or "").partition(" ")
-        if not (hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == "bearer"):
-            message, headers = "a valid key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
-            raise ApiError(401, message, code="invalid_api_key", headers=headers)
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """Return the whole body, after checking its type, its size and the time of its arrival."""
@@ -157,11 +155,9 @@ class Guard:
                 raise ApiError(400, f"{scope['method']} has no body here; leave it out", headers=_CLOSE)
             return b""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        takes_snapshots = scope["path"] == "/v1/streams"
-        is_snapshot = takes_snapshots and kind == "application/octet-stream"
+        is_snapshot = scope["path"] == "/v1/streams" and kind == "application/octet-stream"
         if kind != "application/json" and not is_snapshot:
-            expected = "application/json" + (", or application/octet-stream for a snapshot" if takes_snapshots else "")
-            message = f"Content-Type is {kind[:80] or 'missing'}; expected {expected}"
+            message = f"Content-Type is {kind[:80] or 'missing'}; expected application/json"
             raise ApiError(415, message, headers=_CLOSE if has_body else None)
         limit = self._max_snapshot if is_snapshot else self._limits.max_body
         seconds = self._limits.body_seconds * max(1, round(limit / self._limits.max_body))
@@ -170,7 +166,9 @@ class Guard:
             async with asyncio.timeout(seconds):
                 async for part in Request(scope, receive).stream():
                     size += len(part)
-                    is_full = is_full or not self._has_room(id(scope), size)
+                    if size > _SMALL and not is_full:
+                        self._held[id(scope)] = size - _SMALL
+                        is_full = sum(self._held.values()) > max(self._limits.max_bodies, self._max_snapshot)
                     if size <= limit and not is_full:
                         parts.append(part)
                     else:  # read on, up to `_DRAINED`: a client that is still sending would not see the answer
@@ -190,31 +188,11 @@ class Guard:
             raise ApiError(503, "too many large requests at the same time; try again", headers=_AGAIN)
         return b"".join(parts)
 
-    def _has_room(self, request: int, size: int) -> bool:
-        """Count the first `size` bytes of a body as held; return False if too many bytes of bodies are held then."""
-        if size > _SMALL:
-            self._held[request] = size - _SMALL
-        return size <= _SMALL or sum(self._held.values()) <= max(self._limits.max_bodies, self._max_snapshot)
-
 
 async def _return_memory() -> None:
     """Return freed memory to the system, once for all large requests that end within `_PAUSE`."""
     await asyncio.sleep(_PAUSE)
     await asyncio.to_thread(return_freed_memory)
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that first returns the body read here, and then the next message: the client's disconnect."""
-    sent = False
-
-    async def received() -> Message:
-        nonlocal sent
-        if sent:
-            return await receive()
-        sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return received
 
 
 def _digest(text: str) -> bytes:
@@ -228,11 +206,3 @@ def _split(address: str) -> SplitResult:
         return urlsplit(address)
     except ValueError:
         return urlsplit("")
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

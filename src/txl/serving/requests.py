@@ -1,14 +1,16 @@
-"""Limits of the server, errors in the format of the OpenAI API, and JSON that is read and written in slices."""
+"""What the whole server shares: limits, metrics, errors in the format of the OpenAI API, and JSON in slices."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NoReturn, TypeVar
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,14 +27,11 @@ _KINDS = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 AT_ONCE = 1 << 16  # size from which JSON is read and written in slices: Python's functions for it hold up all threads
-_MOST_STRINGS = 1 << 12  # of a large body, names included
-_MOST_LISTS = 1 << 12  # of a large body
 _MOST_OUTSIDE = 1 << 18  # characters of a large body outside of strings and lists of token ids
 _LISTED = 64  # values of a list that are written to JSON at once
 _IDS = re.compile(r"\[\s*[0-9][0-9,\s]{1024,}\]", re.ASCII)
-_CHARACTERS = re.compile(r"(?:[^\\]+|\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\[^u]){1,4096}", re.DOTALL)
-_NAMES = re.compile(r"\s*:")
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 _encode_ascii = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
@@ -59,13 +58,30 @@ class Limits:
 
     def check_reported(self, n_token: int, top: int | None) -> None:
         """Refuse an answer with more log-probabilities than `max_reported` (ApiError)."""
-        if top is not None and n_token * (top + 1) > self.max_reported:
-            raise ApiError(
-                400,
-                f"{n_token:,} tokens with {top} alternatives each are {n_token * (top + 1):,} log-probabilities; one "
-                f"answer has at most {self.max_reported:,}",
-                param="logprobs",
-            )
+        n_reported = 0 if top is None else n_token * (top + 1)
+        if n_reported > self.max_reported:
+            message = f"{n_reported:,} log-probabilities are wanted; one answer has at most {self.max_reported:,}"
+            raise ApiError(400, message, param="logprobs")
+
+
+class Metrics:
+    """Prometheus metrics of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own = self.registry
+        self.requests = Counter("txl_requests", "Answers, by route and status.", ["route", "status"], registry=own)
+        self.tokens_read = Counter("txl_tokens_read", "Tokens of prompts and appended text read.", registry=own)
+        self.tokens_generated = Counter("txl_tokens_generated", "Tokens drawn.", registry=own)
+        self.steps = Counter("txl_steps", "Decoding steps, of one token for every running text.", registry=own)
+        self.running = Gauge("txl_texts_running", "Texts that are being read or decoded now.", registry=own)
+        self.queued = Gauge("txl_texts_queued", "Texts that wait for a place in the engine.", registry=own)
+        self.streams = Gauge("txl_streams", "Streams that are kept.", registry=own)
+        self.stream_bytes = Gauge("txl_stream_bytes", "Bytes of the kept streams' memory.", registry=own)
+        about = "From a request's arrival to its first token."
+        self.first_token = Histogram("txl_first_token_seconds", about, buckets=_SECONDS, registry=own)
+        about = "Duration of requests."
+        self.request_seconds = Histogram("txl_request_seconds", about, ["route"], buckets=_SECONDS, registry=own)
 
 
 class ApiError(Exception):
@@ -80,7 +96,9 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.message, self.param = _writable(message), None if param is None else _writable(param)
+        # Halves of surrogate pairs, which a request may have, are escaped, so that the answer can be encoded.
+        self.message = message.encode("utf-8", errors="backslashreplace").decode()
+        self.param = None if param is None else param.encode("utf-8", errors="backslashreplace").decode()
         self.status, self.code, self.headers = status, code, headers or {}
 
     def value(self) -> JsonObject:
@@ -93,9 +111,12 @@ class ApiError(Exception):
         return json_response(self.value(), self.status, self.headers)
 
 
-def _writable(text: str) -> str:
-    """Return text from a request with halves of surrogate pairs escaped, so that an answer can be encoded."""
-    return text.encode("utf-8", errors="backslashreplace").decode()
+def of_user(make: Callable[[], T], param: str | None = None) -> T:
+    """Return the result of `make`; a `UserError` becomes an `ApiError` 400, as a mistake of the client."""
+    try:
+        return make()
+    except UserError as error:
+        raise ApiError(400, str(error), param=param) from None
 
 
 def json_response(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -111,155 +132,95 @@ def dumps(value: object) -> str:
 def _slices(value: object, encode: Callable[[object], str]) -> Iterator[str]:
     """Yield a value as JSON, encoded in slices: of a text, of the entries of a long list, or of the values inside."""
     if isinstance(value, dict):
-        start = "{"
-        for name, part in value.items():
-            yield f"{start}{encode(name)}:"
+        for number, (name, part) in enumerate(value.items()):
+            yield f"{',' if number else '{'}{encode(name)}:"
             yield from _slices(part, encode)
-            start = ","
-        yield "{}" if start == "{" else "}"
-    elif isinstance(value, list) and len(value) > _LISTED:
-        for start in range(0, len(value), _LISTED):
-            yield ("," if start else "[") + encode(value[start : start + _LISTED])[1:-1]
-        yield "]"
-    elif isinstance(value, list):
+        yield "}" if value else "{}"
+    elif isinstance(value, list) and len(value) <= _LISTED:
         for number, part in enumerate(value):
             yield "," if number else "["
             yield from _slices(part, encode)
         yield "]" if value else "[]"
-    elif isinstance(value, str) and len(value) > AT_ONCE:
-        for start in range(0, len(value), AT_ONCE):
-            yield ("" if start else '"') + encode(value[start : start + AT_ONCE])[1:-1]
-        yield '"'
+    elif isinstance(value, list) or (isinstance(value, str) and len(value) > AT_ONCE):
+        (first, last), between, size = ("[]", ",", _LISTED) if isinstance(value, list) else ('""', "", AT_ONCE)
+        for start in range(0, len(value), size):
+            yield (between if start else first) + encode(value[start : start + size])[1:-1]
+        yield last
     else:
         yield encode(value)
 
 
-def parsed(body: bytes) -> JsonObject:
-    """Return the fields of a body that is a JSON object.
-
-    Raises:
-        ApiError: if the body is not a JSON object, is nested too deeply, has half a surrogate pair, or is large and has
-            more in it than long strings and lists of token ids.
-    """
-    try:
-        text = body.decode("utf-8")
-        value = _large(text) if len(text) > AT_ONCE else json.loads(text, parse_constant=_no_number)
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}") from None
-    except RecursionError:
-        raise ApiError(400, "the body is not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the body is {type(value).__name__}; expected a JSON object")
-    if "\\u" in text:
-        for name, part in value.items():
-            _refuse_surrogates(name, part)
-    return value
-
-
-def _large(text: str) -> object:
-    """Return the value of a large JSON text, read in slices; a text that takes long to read is refused before.
-
-    Lists of token ids and long strings with escapes are read alone. `NaN`, which is no JSON, stands for them in the
-    rest of the text.
-    """
-    masked = text.replace("\\\\", "..").replace('\\"', "..")
-    if masked.count('"') > 2 * _MOST_STRINGS:
-        raise ApiError(400, f"the body has more than {_MOST_STRINGS:,} strings")
-    taken: list[list[int] | str] = []
-
-    def take(ids: re.Match[str]) -> str:
-        taken.append(_numbers(ids[0]))
-        return "NaN"
-
-    rest, start, n_outside, n_list = [], 0, 0, 0
-    parts = masked.split('"')
-    for number, part in enumerate(parts):
-        own, is_last = text[start : start + len(part)], number + 1 == len(parts)
-        start += len(part) + 1
-        if number % 2 == 0:  # outside of strings
-            if "NaN" in own or "Infinity" in own:
-                raise ValueError("NaN and Infinity are no numbers of JSON")
-            n_list += own.count("[")
-            if n_list > _MOST_LISTS:
-                raise ApiError(400, f"the body has more than {_MOST_LISTS:,} lists")
-            rest.append(_IDS.sub(take, own))
-            n_outside += len(rest[-1])
-        elif len(own) > AT_ONCE and "\\" in own and not is_last and not _NAMES.match(parts[number + 1]):
-            taken.append(_string(own))
-            rest.append("NaN")
-        else:
-            rest.append(f'"{own}' if is_last else f'"{own}"')
-    if n_outside > _MOST_OUTSIDE:
-        what = f"{_MOST_OUTSIDE:,} characters outside of strings and lists of token ids"
-        raise ApiError(400, f"the body has more than {what}")
-    values = iter(taken)
-    return json.loads("".join(rest), parse_constant=lambda _: next(values))
-
-
-def _string(text: str) -> str:
-    """Return the value of a JSON string without its quotes, read in slices between escapes."""
-    slices, start = [], 0
-    while start < len(text):
-        piece = _CHARACTERS.match(text, start)
-        end = len(text) if piece is None else piece.end()
-        slices.append(json.loads(f'"{text[start:end]}"'))
-        start = end
-    return "".join(slices)
-
-
-def _numbers(text: str) -> list[int]:
-    """Return a JSON list of one or more whole numbers, read in slices that end at commas."""
-    numbers: list[int] = []
-    start = 1
-    while start < len(text):
-        end = text.find(",", start + AT_ONCE)
-        end = len(text) - 1 if end < 0 else end
-        some = json.loads(f"[{text[start:end]}]")
-        if not some:
-            raise ValueError("a list of numbers ends with a comma")
-        numbers += some
-        start = end + 1
-    return numbers
-
-
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number of JSON")
-
-
 async def body_of(request: Request) -> JsonObject:
-    """Return the JSON object of a request's body, read in a thread if it is large; {} for an empty body.
-
-    Raises:
-        ApiError: as `parsed` does.
-    """
+    """Return the JSON object of a request's body as `parsed` does, in a thread if it is large; {} for an empty body."""
     body = await request.body()
     if len(body) <= AT_ONCE:
         return parsed(body) if body else {}
     return await asyncio.to_thread(parsed, body)
 
 
-def of_user(make: Callable[[], T], param: str | None = None) -> T:
-    """Return the result of `make`; a `UserError` becomes an `ApiError` 400, as a mistake of the client."""
+def parsed(body: bytes) -> JsonObject:
+    """Return the fields of a body that is a JSON object.
+
+    Raises:
+        ApiError: if the body is no JSON object, is nested too deeply, has half a surrogate pair, or is large and has
+            more in it than long strings and lists of token ids.
+    """
+    name = None
     try:
-        return make()
-    except UserError as error:
-        raise ApiError(400, str(error), param=param) from None
+        text = body.decode("utf-8")
+        value = _large(text) if len(text) > AT_ONCE else json.loads(text, parse_constant=_no_number)
+        if not isinstance(value, dict):
+            raise ApiError(400, f"the body is {type(value).__name__}; expected a JSON object")
+        if "\\u" in text:  # halves of surrogate pairs are not characters and cannot be encoded in an answer
+            for name, part in value.items():
+                "".join(_slices([name, part], functools.partial(json.dumps, ensure_ascii=False))).encode()
+        return value
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}") from None
+    except UnicodeEncodeError:
+        raise ApiError(400, f"{name} has half a surrogate pair", param=name) from None
+    except RecursionError:
+        raise ApiError(400, "the body is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
-def _refuse_surrogates(name: str, value: object) -> None:
-    """Refuse halves of surrogate pairs in a field: they are not characters and cannot be encoded in an answer."""
-    values = [value]
-    while values:
-        part = values.pop()
-        if isinstance(part, list):
-            values += [item for item in part if isinstance(item, str | list | dict)]
-        elif isinstance(part, dict):
-            values += part.values()
-        elif isinstance(part, str):
-            try:
-                part.encode("utf-8")
-            except UnicodeEncodeError as error:
-                place = f"(U+{ord(part[error.start]):04X} at character {error.start})"
-                raise ApiError(400, f"{name} has half a surrogate pair {place}", param=name) from None
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def _large(text: str) -> object:
+    """Return the value of a large JSON text; a text that takes long to read is refused before.
+
+    Lists of token ids are read alone, in slices. `NaN`, which is no JSON, stands for them in the rest of the text.
+    """
+    taken: list[list[int]] = []
+
+    def take(ids: re.Match[str]) -> str:
+        numbers, start, end = list[int](), 1, 0
+        while end < len(ids[0]) - 1:
+            end = ids[0].find(",", start + AT_ONCE)
+            end = len(ids[0]) - 1 if end < 0 else end
+            some = json.loads(f"[{ids[0][start:end]}]")
+            if not some:
+                raise ValueError("a list of numbers ends with a comma")
+            numbers += some
+            start = end + 1
+        taken.append(numbers)
+        return "NaN"
+
+    masked = text.replace("\\\\", "..").replace('\\"', "..")
+    parts, start, n_outside = [], 0, 0
+    for number, part in enumerate(masked.split('"', 2 * _MOST_OUTSIDE)):
+        own = text[start : start + len(part)]
+        start += len(part) + 1
+        if number % 2 == 0:  # outside of strings
+            if "NaN" in own or "Infinity" in own:
+                raise ValueError("NaN and Infinity are no numbers of JSON")
+            own = _IDS.sub(take, own)
+            n_outside += len(own) + 1
+            if n_outside > _MOST_OUTSIDE:
+                raise ApiError(400, f"the body has more than {_MOST_OUTSIDE:,} characters outside of strings and ids")
+        parts.append(own)
+    values = iter(taken)
+    return json.loads('"'.join(parts), parse_constant=lambda _: next(values))

@@ -2,6 +2,8 @@
 
 Other threads submit works with `Scheduler.submit`, and receive events through each work's `Outbox`. Prompts are read a
 segment at a time between the steps of the running continuations, so that a long prompt does not stop other texts.
+
+Shapes: T queries or targets of a segment, S keys, E width of hidden states, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,19 +13,19 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
 
+from txl.analysis.observation import AttentionInputs, observed
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.engine import PROMPT_SEGMENT, DecodeEngine, Stream, TextReading
 from txl.generation.sampling import NO_NUMBERS
-from txl.serving.attention_reach import AttentionWatch
-from txl.serving.metrics import Metrics
-from txl.serving.requests import ApiError
+from txl.models.structure import evaluation_view
+from txl.serving.requests import ApiError, Metrics
 from txl.serving.work import (
     CHECKPOINT_EVERY,
     Continuation,
@@ -37,30 +39,25 @@ from txl.serving.work import (
     Work,
 )
 
-_SCORED_AT_ONCE = 1 << 22  # log-probabilities (rows times vocabulary) computed at once when text is scored
 ENGINE_FAILED = "the engine has failed; see the server's log"
+_SCORED_AT_ONCE = 1 << 22  # log-probabilities (rows times vocabulary) computed at once when text is scored
+_MOST = 0.9  # share of the attention that `reach` covers
 _PAUSE = 0.005  # seconds between two checks whether a client has received more of its event stream
 _logger = logging.getLogger(__name__)
 
 
 class Scheduler(threading.Thread):
-    """Thread that steps an engine for all submitted works, until the thread is stopped.
+    """Thread that steps an engine, with `threads` threads, for all submitted works, until the thread is stopped.
 
-    Args:
-        engine: decode engine that only this thread steps.
-        metrics: metrics in which tokens and latencies are counted.
-        max_queue: largest number of continuations that wait for a place; an empty queue accepts any number at once.
-        threads: number of threads that compute a step.
+    At most `max_queue` continuations wait for a place; an empty queue accepts any number at once.
     """
 
     def __init__(self, engine: DecodeEngine, metrics: Metrics, max_queue: int, threads: int):
         super().__init__(name="txl engine", daemon=True)
-        self._threads = threads
-        self.engine, self.metrics, self.max_queue = engine, metrics, max_queue
+        self.engine, self.metrics, self.max_queue, self._threads = engine, metrics, max_queue, threads
         self._inbox: SimpleQueue[Work | None] = SimpleQueue()  # None wakes the thread
         self._lock = threading.Lock()  # of the two below, which other threads read
-        self._queued = 0
-        self._accepting = True
+        self._queued, self._accepting = 0, True
         self._is_ending = self._is_aborting = False
         # A work waits, is read, is ready to be continued, and is running as long as it has continuations in the engine.
         self._waiting: deque[Work] = deque()
@@ -70,11 +67,7 @@ class Scheduler(threading.Thread):
         self._watch: AttentionWatch | None = None
 
     def submit(self, works: Sequence[Work]) -> None:
-        """Queue works, all or none of them.
-
-        Raises:
-            ApiError: if the queue is full, or the scheduler is stopping or has failed.
-        """
+        """Queue works, all or none (ApiError if the queue is full, or the scheduler is stopping or has failed)."""
         size = sum(work.size for work in works)
         with self._lock:
             if not self._accepting:
@@ -102,11 +95,14 @@ class Scheduler(threading.Thread):
         """Take, read and decode works until the scheduler is stopped."""
         torch.set_num_threads(self._threads)
         try:
-            while self._goes_on():
+            while True:
+                self._take(wait=True)
+                if self._is_aborting or (self._is_ending and not self._busy()):
+                    break
                 self._drop_cancelled()
                 self._admit()
-                has_read = self._read_some()
-                self._enter_continuations()
+                has_read = self._read()
+                self._enter()
                 if not self._decode() and not has_read and self._busy():
                     time.sleep(_PAUSE)  # all works wait for their clients
                 self._gauges()
@@ -116,34 +112,25 @@ class Scheduler(threading.Thread):
         finally:
             with self._lock:
                 self._accepting = False
-            self._end_all()
+            self._take(wait=False)
+            for work in {*self._waiting, *self._reading, *self._ready, *(work for work, _ in self._running)}:
+                self._finish(work, FailedEvent("the server has stopped", 503))
+            for queue in (self._waiting, self._reading, self._ready, self._running):
+                queue.clear()
+            for stream in self.engine.streams:
+                self.engine.leave(stream)
+            self._gauges()
 
     def _busy(self) -> bool:
         return bool(self._waiting or self._reading or self._ready or self._running)
 
-    def _goes_on(self) -> bool:
-        """Queue the submitted works, waiting for one if nothing else is to do; return False if the thread must end."""
-        self._take(wait=True)
-        return not self._is_aborting and (not self._is_ending or self._busy())
-
     def _take(self, wait: bool) -> None:
+        """Queue the submitted works; if `wait` is true and nothing else is to do, wait for one."""
         with suppress(Empty):
             while True:
                 work = self._inbox.get(block=wait and not (self._busy() or self._is_ending))
                 if work is not None:
                     self._waiting.append(work)
-
-    def _end_all(self) -> None:
-        self._take(wait=False)
-        for work in {*self._waiting, *self._reading, *self._ready, *(work for work, _ in self._running)}:
-            if work.keep and not work.cancelled:
-                self._save_at_end(work)
-            work.outbox.put(FailedEvent("the server has stopped", 503))
-        for queue in (self._waiting, self._reading, self._ready, self._running):
-            queue.clear()
-        for stream in self.engine.streams:
-            self.engine.leave(stream)
-        self._gauges()
 
     def _drop_cancelled(self) -> None:
         for queue in (self._waiting, self._reading, self._ready):
@@ -155,8 +142,6 @@ class Scheduler(threading.Thread):
                     self._finish(work)
         for work, continuation in [(work, continuation) for work, continuation in self._running if work.cancelled]:
             self._leave(work, continuation)
-            if work.running == 0:
-                self._finish(work)
 
     def _leave_queue(self, size: int) -> None:
         with self._lock:
@@ -166,125 +151,112 @@ class Scheduler(threading.Thread):
         """Start to read the prompts of waiting works, while places are free."""
         while self._waiting and len(self._running) + len(self._reading) + len(self._ready) < self.engine.max_streams:
             work = self._waiting.popleft()
-            try:
-                self._begin(work)
-            except Exception as error:
-                self._leave_queue(work.size)
-                work.outbox.put(FailedEvent(str(error), 400) if isinstance(error, UserError) else _failure(error))
-                continue
+            work.waiting, work.checkpoint = deque(work.continuations), work.after.n_token if work.after else 0
             if not work.continuations:
                 self._leave_queue(1)
+            if work.ids.numel() == 0:
+                work.read = work.after
+                self._ready.append(work)
+                continue
+            try:
+                view = None
+                if work.attention:
+                    self._watch = self._watch or AttentionWatch(self.engine)
+                    view = self._watch.view
+                work.read = TextReading(self.engine, work.ids, work.after, work.segment, view)
+            except Exception as error:
+                self._leave_queue(len(work.waiting))
+                work.outbox.put(FailedEvent(str(error), 400) if isinstance(error, UserError) else _failure(error))
+                continue
+            if work.score and work.checkpoint == 0:
+                work.outbox.put(ReadEvent(work.number, [ScoredToken(int(work.ids[0]), None)], 1, work.ids.numel()))
+            self._reading.append(work)
 
-    def _begin(self, work: Work) -> None:
-        work.waiting = deque(work.continuations)
-        if work.ids.numel() == 0:
-            assert work.after is not None
-            work.read, work.checkpoint = work.after, work.after.n_token
-            self._ready.append(work)
-            return
-        if work.attention and self._watch is None:
-            self._watch = AttentionWatch(self.engine)
-        view = self._watch.view if work.attention and self._watch else None
-        work.read = TextReading(self.engine, work.ids, work.after, work.segment, view)
-        work.checkpoint = 0 if work.after is None else work.after.n_token
-        if work.score and (work.after is None or work.after.n_token == 0):
-            work.outbox.put(ReadEvent(work.number, [ScoredToken(int(work.ids[0]), None)], 1, work.ids.numel()))
-        self._reading.append(work)
-
-    def _read_some(self) -> bool:
+    def _read(self) -> bool:
         """Read segments of the prompts in turn, about `PROMPT_SEGMENT` tokens in all; return False if none was read."""
         budget, n_paused, has_read = PROMPT_SEGMENT, 0, False
         while n_paused < len(self._reading) and budget > 0:
             work = self._reading[0]
-            assert isinstance(work.read, TextReading)
+            reading, total = work.read, work.ids.numel()
+            assert isinstance(reading, TextReading)
             if work.outbox.is_overfull:
                 self._reading.rotate(-1)
                 n_paused += 1
                 continue
             n_paused, has_read = 0, True
-            if not work.read.done:
-                try:
-                    budget -= self._read_segment(work, work.read)
-                except Exception as error:
-                    self._reading.popleft()
-                    self._leave_queue(len(work.waiting))
-                    work.outbox.put(_failure(error))
-                    continue
+            try:
+                if not reading.done:
+                    hidden, targets = reading.step()
+                    budget -= targets.shape[1]
+                    self.metrics.tokens_read.inc(targets.shape[1])
+                    tokens = self._scored(work, hidden, targets[0]) if work.score else []
+                    n_read = total - (reading.n_token - 1 - reading.read)
+                    work.outbox.put(ReadEvent(work.number, tokens, n_read, total))
+            except Exception as error:
+                self._reading.popleft()
+                self._leave_queue(len(work.waiting))
+                work.outbox.put(_failure(error))
+                continue
+            if work.keep and not reading.done and reading.read + 1 - work.checkpoint >= CHECKPOINT_EVERY:
+                work.checkpoint = reading.read + 1
+                self._save(work, reading)
+            if not reading.done:
+                self._reading.rotate(-1)
+                continue
             self._reading.popleft()
-            (self._ready if work.read.done else self._reading).append(work)
+            if work.waiting:
+                self._ready.append(work)
+            else:
+                self._finish(work)
         return has_read
-
-    def _read_segment(self, work: Work, reading: TextReading) -> int:
-        hidden, targets = reading.step()
-        n_read = targets.shape[1]
-        self.metrics.tokens_read.inc(n_read)
-        tokens: list[ScoredToken] = []
-        if work.score:
-            tokens = self._scored(work, hidden, targets[0])
-            if work.attention and self._watch is not None:
-                for token, reach in zip(tokens, self._watch.take(), strict=True):
-                    token.attention = reach
-        total = work.ids.numel()
-        work.outbox.put(ReadEvent(work.number, tokens, total - (reading.n_token - 1 - reading.read), total))
-        if work.keep and not reading.done and reading.read + 1 - work.checkpoint >= CHECKPOINT_EVERY:
-            work.checkpoint = reading.read + 1
-            self._save(work, reading)
-        return n_read
 
     def _scored(self, work: Work, hidden: Tensor, targets: Tensor) -> list[ScoredToken]:
         """Return scored tokens of targets int64 [T], from final hidden states [1,T,E]."""
-        model = self.engine.model
+        model, tokens = self.engine.model, list[ScoredToken]()
+        rows = len(targets) if work.top is None else max(1, _SCORED_AT_ONCE // model.vocab_size)
         with torch.inference_mode():
-            if work.top is None:
-                losses = model.nll_of(hidden, targets[None])[0]
-                if losses.isnan().any():
-                    raise UserError(NO_NUMBERS)
-                return [ScoredToken(*scores) for scores in zip(targets.tolist(), (-losses).tolist(), strict=True)]
-            rows = max(1, _SCORED_AT_ONCE // model.vocab_size)
-            tokens: list[ScoredToken] = []
             for states, some in zip(hidden.split(rows, dim=1), targets.split(rows), strict=True):
-                log_probs = model.log_probs_of(states)[0]
-                if log_probs.isnan().any():
+                scores = -model.nll_of(states, some[None])[0] if work.top is None else model.log_probs_of(states)[0]
+                if scores.isnan().any():
                     raise UserError(NO_NUMBERS)
-                tokens += _details(log_probs, some, work.top)
+                if work.top is None:
+                    tokens = [ScoredToken(*pair) for pair in zip(some.tolist(), scores.tolist(), strict=True)]
+                else:
+                    tokens += _details(scores, some, work.top)
+        if work.attention and self._watch is not None:
+            for token, reach in zip(tokens, self._watch.take(), strict=True):
+                token.attention = reach
         return tokens
 
-    def _enter_continuations(self) -> None:
-        """Give places to continuations of works that have been read, in turn; finish works that have none."""
-        for work in [work for work in self._ready if not work.waiting]:
-            self._ready.remove(work)
-            self._finish(work)
+    def _enter(self) -> None:
+        """Give places to continuations of works that have been read, in turn; if the engine refuses, a work fails."""
         while self._ready and len(self.engine.streams) < self.engine.max_streams:
             work = self._ready.popleft()
-            self._enter(work, work.waiting.popleft())
+            continuation = work.waiting.popleft()
+            self._leave_queue(1)
+            assert work.read is not None
+            try:
+                if continuation.max_tokens == 0:
+                    work.outbox.put(EndEvent(continuation.number, "length", ""))
+                else:
+                    continuation.stream = self.engine.enter(
+                        work.read,
+                        seed=continuation.seed,
+                        drawn=continuation.drawn,
+                        sampling=continuation.sampling,
+                        forbidden=work.forbidden,
+                    )
+                    work.running += 1
+                    self._running.append((work, continuation))
+            except Exception as error:
+                self._leave_queue(len(work.waiting))
+                work.waiting.clear()
+                work.cancelled = True
+                work.outbox.put(_failure(error))
             if work.waiting:
                 self._ready.append(work)
             elif work.running == 0:
                 self._finish(work)
-
-    def _enter(self, work: Work, continuation: Continuation) -> None:
-        """Give a continuation a place in the engine; if the engine raises an error, the work fails."""
-        self._leave_queue(1)
-        if continuation.max_tokens == 0:
-            work.outbox.put(EndEvent(continuation.number, "length", ""))
-            return
-        assert work.read is not None
-        try:
-            continuation.stream = self.engine.enter(
-                work.read,
-                seed=continuation.seed,
-                drawn=continuation.drawn,
-                sampling=continuation.sampling,
-                forbidden=work.forbidden,
-            )
-        except Exception as error:
-            self._leave_queue(len(work.waiting))
-            work.waiting.clear()
-            work.cancelled = True
-            work.outbox.put(_failure(error))
-            return
-        work.running += 1
-        self._running.append((work, continuation))
 
     def _decode(self) -> bool:
         """Draw a token for each continuation that does not wait for its client; return False if there is none."""
@@ -297,10 +269,10 @@ class Scheduler(threading.Thread):
         reach: dict[Continuation, JsonObject] = {}
         streams = [continuation.stream for _, continuation in running if continuation.stream is not None]
         try:
-            for work, continuation in running:
-                if work.attention and continuation.stream is not None:
+            for (work, continuation), stream in zip(running, streams, strict=True):
+                if work.attention:
                     self._watch = self._watch or AttentionWatch(self.engine)
-                    reach[continuation] = self._watch.of_next(continuation.stream)
+                    reach[continuation] = self._watch.of_next(stream)
             log_probs = self.engine.advance(streams)
             drawn = self.engine.draw(log_probs, streams)
         except Exception as error:  # fails all works: the error does not tell which of them caused it
@@ -351,46 +323,39 @@ class Scheduler(threading.Thread):
         rest += "" if stop.found else stop.flush()  # the last character may have completed a stop string
         work.outbox.put(EndEvent(continuation.number, "stop" if stop.found else "length", rest))
         self._leave(work, continuation)
-        if work.running == 0 and not work.waiting:
-            self._finish(work)
 
     def _leave(self, work: Work, continuation: Continuation) -> None:
-        """Remove a continuation from the engine; first save its state if the work has `keep` set."""
+        """Remove a continuation from the engine, after saving its state if it is to be kept; the last ends its work."""
         self._running = [pair for pair in self._running if pair[1] is not continuation]
         work.running -= 1
         stream = continuation.stream
-        if stream is None or stream.ended is not None:
-            return
-        if work.keep:
-            self._save(work, stream)
-        self.engine.leave(stream)
-
-    def _save_at_end(self, work: Work) -> None:
-        """Save the state of a kept stream when its work ends, unless `_leave` has saved the state."""
-        for continuation in work.continuations:
-            if continuation.n_drawn:
-                if continuation.stream in self.engine.streams:
-                    self._save(work, continuation.stream)
-                return
-        if isinstance(work.read, TextReading):
-            self._save(work, work.read)
+        if stream is not None and stream.ended is None:
+            if work.keep:
+                self._save(work, stream)
+            self.engine.leave(stream)
+        if work.running == 0 and not work.waiting:
+            self._finish(work)
 
     def _save(self, work: Work, source: Stream | TextReading) -> None:
         """Report the state of a kept stream in an event; if there is no memory for the state, only this work fails."""
         try:
-            if isinstance(source, Stream):
-                work.outbox.put(SavedEvent(self.engine.save(source), source.drawn))
-            else:
-                work.outbox.put(SavedEvent(source.state(), 0))
+            is_stream = isinstance(source, Stream)
+            state = self.engine.save(source) if is_stream else source.state()
+            work.outbox.put(SavedEvent(state, source.drawn if is_stream else 0))
         except Exception as error:
             work.cancelled = True
             work.outbox.put(_failure(error))
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: Work, event: DoneEvent | FailedEvent | None = None) -> None:
+        """Report the end of a work, after the state of a kept stream unless `_leave` has saved it."""
         if work.keep:
-            self._save_at_end(work)
+            drawing = [continuation for continuation in work.continuations if continuation.n_drawn]
+            if drawing and drawing[0].stream in self.engine.streams:
+                self._save(work, drawing[0].stream)
+            elif not drawing and isinstance(work.read, TextReading):
+                self._save(work, work.read)
         work.read = None
-        work.outbox.put(DoneEvent())
+        work.outbox.put(event or DoneEvent())
 
     def _gauges(self) -> None:
         self.metrics.running.set(len(self._running) + len(self._reading))
@@ -400,9 +365,9 @@ class Scheduler(threading.Thread):
 def _failure(error: Exception) -> FailedEvent:
     """Return an error as an event for the client; log errors other than `UserError` with their traceback."""
     if isinstance(error, UserError):
-        return FailedEvent(str(error), 500)
+        return FailedEvent(str(error))
     _logger.exception("a text could not be read or continued")
-    return FailedEvent("the server failed here; its log says why", 500)
+    return FailedEvent("the server failed here; its log says why")
 
 
 def _details(log_probs: Tensor, targets: Tensor, top: int | None) -> list[ScoredToken]:
@@ -419,3 +384,56 @@ def _details(log_probs: Tensor, targets: Tensor, top: int | None) -> list[Scored
     alternatives = [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
     rows = zip(targets.tolist(), own[:, 0].tolist(), alternatives, ranks, strict=True)
     return [ScoredToken(*row) for row in rows]
+
+
+class AttentionWatch:
+    """A view of an engine's model that tells how far back a token's attention reached, over all layers and heads.
+
+    The cost is one more computation of a segment's attention scores, in PyTorch, layer by layer.
+    """
+
+    def __init__(self, engine: DecodeEngine):
+        self._engine = engine
+        self.view = evaluation_view(engine.model)  # reads segments like the engine's model
+        self._weights: list[Tensor] = []  # [T,S] of each layer of the segment read last
+
+        def saw(layer: int, inputs: AttentionInputs) -> None:
+            if layer == 0:
+                self._weights.clear()
+            self._weights.append(inputs.weights().float().mean(dim=0))
+
+        self._stack = ExitStack()  # kept open, since closing the stack ends the recording
+        self._stack.enter_context(observed(self.view, saw))
+
+    def take(self) -> list[JsonObject]:
+        """Return the attention summaries of the segment read last, one for each query.
+
+        `mean`: mean distance in tokens; `reach`: distance within which nine tenths of the attention lie; `histogram`:
+        share of the attention at distance 0, at 1, at 2 and 3, at 4 to 7, and so on.
+        """
+        weights = torch.stack(self._weights).mean(dim=0).double()
+        self._weights.clear()
+        n_query, n_key = weights.shape
+        # A query's own key is at distance 0; for the last query, this is the last key.
+        distance = torch.arange(n_key, device=weights.device)
+        key = n_key - n_query + torch.arange(n_query, device=weights.device)[:, None] - distance
+        shares = weights.gather(1, key.clamp(min=0)).masked_fill(key < 0, 0.0)
+        shares /= shares.sum(dim=1, keepdim=True)
+        means, reaches = (shares * distance).sum(dim=1), (shares.cumsum(dim=1) < _MOST).sum(dim=1)
+        bins = torch.frexp(distance.double()).exponent
+        return [
+            {
+                "mean": round(mean, 2),
+                "reach": reach,
+                "histogram": [round(part, 4) for part in torch.bincount(bins, row).tolist()],
+            }
+            for mean, reach, row in zip(means.tolist(), reaches.tolist(), shares, strict=True)
+        ]
+
+    def of_next(self, stream: Stream) -> JsonObject:
+        """Return the attention summary for the prediction that a stream's next step makes."""
+        state = self._engine.save(stream)
+        with torch.inference_mode():
+            waiting = torch.tensor([[state.waiting]], device=self.view.softmax.bias.device)
+            self.view.hidden_states(waiting, self._engine.memory_of(state, self.view))
+        return self.take()[0]

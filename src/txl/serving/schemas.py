@@ -6,6 +6,7 @@ A field is declared with the function that checks its value, and with its value 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -25,16 +26,11 @@ _MOST_BIASES = 1 << 10
 
 
 def checked(schema: type[T], values: JsonObject, service: Service) -> T:
-    """Return the fields of a request as an instance of its class.
-
-    Raises:
-        ApiError: for a field that the class does not have, or a value that the field does not allow.
-    """
+    """Return a request's fields as an instance of their class (ApiError for an unknown field or a refused value)."""
     fields = {field.name: field for field in dataclasses.fields(schema)}  # pyright: ignore[reportArgumentType]
     values = {name: value for name, value in values.items() if value is not None}
     if unknown := sorted(set(values) - set(fields)):
-        names = ", ".join(name[:80] for name in unknown[:8])
-        message = f"unknown or unsupported: {names}; this route knows {', '.join(sorted(fields))}"
+        message = f"{unknown[0][:80]} is unknown or unsupported; this route knows {', '.join(sorted(fields))}"
         raise ApiError(400, message, param=unknown[0][:80], code="unknown_parameter")
     for name, field in fields.items():
         if name in values:
@@ -45,13 +41,9 @@ def checked(schema: type[T], values: JsonObject, service: Service) -> T:
 
 
 def _refused(name: str, value: object, expected: str, code: str | None = None) -> ApiError:
-    return ApiError(400, f"{name} is {short(value)}; expected {expected}", param=name, code=code)
-
-
-def short(value: object) -> str:
-    """Return the beginning of a value's representation, for a message."""
     text = brief(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return ApiError(400, f"{name} is {text}; expected {expected}", param=name, code=code)
 
 
 def _field(check: Check, default: object = None) -> Any:
@@ -59,14 +51,17 @@ def _field(check: Check, default: object = None) -> Any:
     return dataclasses.field(default=default, metadata={"check": check})
 
 
-def _number(low: float, high: float | str, kind: type = float) -> Check:
-    """Return the check of a number, whole if `kind` is int; `high` may be the name of a limit of the server."""
+def _number(low: float, high: float | str, kind: type = float, neutral: Sequence[float] = ()) -> Check:
+    """Return the check of a number, whole if `kind` is int; `high` may name a limit; `neutral` values become None."""
 
-    def check(name: str, value: Any, service: Service) -> float:
+    def check(name: str, value: Any, service: Service) -> float | None:
         most = getattr(service.limits, high) if isinstance(high, str) else high
         if kind is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)  # JavaScript may write any number so
-        if type(value) not in (int, kind) or not low <= value <= most:
+        is_number = type(value) in (int, kind)
+        if is_number and value in neutral:
+            return None
+        if not is_number or not low <= value <= most:
             raise _refused(name, value, f"a {'whole ' if kind is int else ''}number from {low} to {most}")
         return kind(value)
 
@@ -83,7 +78,6 @@ def _typed(kind: type, expected: str) -> Check:
 
 
 _flag, _text, _ids = _typed(bool, "true or false"), _typed(str, "a string"), _typed(list, "a list of token ids")
-_any = _typed(object, "")
 
 
 def _model(name: str, value: Any, service: Service) -> str:
@@ -104,12 +98,10 @@ def _neutral(*values: object) -> Check:
 
 def _stop(name: str, value: Any, service: Service) -> tuple[str, ...]:
     strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or len(strings) > 4 or not all(isinstance(text, str) for text in strings):
-        raise _refused(name, strings, "a string, or up to 4 strings")
-    for text in strings:
-        if not 1 <= len(text) <= _LONGEST_STOP:
-            expected = f"1 to {_LONGEST_STOP:,}"
-            raise ApiError(400, f"{name} has a string of {len(text):,} characters; expected {expected}", param=name)
+    if not isinstance(strings, list) or len(strings) > 4 or not all(
+        isinstance(text, str) and 1 <= len(text) <= _LONGEST_STOP for text in strings
+    ):  # fmt: skip
+        raise _refused(name, value, f"up to 4 strings of 1 to {_LONGEST_STOP:,} characters")
     return tuple(strings)
 
 
@@ -126,45 +118,27 @@ def _banned(name: str, value: Any, service: Service) -> tuple[int, ...]:
     return of_user(lambda: checked_forbidden([*texts.forbidden, *ids], len(texts.vocabulary)), name)
 
 
-def _top_k(name: str, value: Any, service: Service) -> int | None:
-    return None if value in (-1, 0) and type(value) is int else _number(1, 2**31, int)(name, value, service)
-
-
-def _top_p(name: str, value: Any, service: Service) -> float | None:
-    top_p = _number(0, 1)(name, value, service)
-    if top_p == 0:
-        raise _refused(name, value, "a number above 0, at most 1")
-    return None if top_p == 1 else top_p
+def _random_seed(service: Service) -> int:
+    return secrets.randbelow(2**31)
 
 
 def _seed(name: str, value: Any, service: Service) -> int:
     """Return the seed; -1 stands for a random one, as for other servers."""
     seed = _number(-(2**63), 2**64 - 1, int)(name, value, service)
-    return _random_seed(service) if seed == -1 else seed
-
-
-def _random_seed(service: Service) -> int:
-    return secrets.randbelow(2**31)
+    return _random_seed(service) if seed == -1 else seed % 2**63
 
 
 def _default_tokens(service: Service) -> int:
     return min(16, service.limits.max_tokens)  # 16 as in the OpenAI API
 
 
-def _token(name: str, value: Any, service: Service) -> int:
-    return _number(0, len(service.texts.vocabulary) - 1, int)(name, value, service)
-
-
 def _usage(name: str, value: Any, service: Service) -> bool:
-    """Return whether an event stream ends with the token counts."""
-    if not isinstance(value, dict):
-        raise _refused(name, value, "an object")
-    return checked(_StreamOptions, value, service).include_usage
+    return checked(_StreamOptions, _typed(dict, "an object")(name, value, service), service).include_usage
 
 
 @dataclass(frozen=True)
 class _StreamOptions:
-    include_usage: bool = _field(_flag, False)
+    include_usage: bool = _field(_flag, False)  # an event stream ends with the token counts
 
 
 @dataclass(frozen=True)
@@ -172,8 +146,8 @@ class _Drawing:
     """Fields of the requests that draw tokens; the defaults are those of `txl generate`."""
 
     temperature: float = _field(_number(0, 100), 1.0)
-    top_p: float | None = _field(_top_p)
-    top_k: int | None = _field(_top_k, 40)
+    top_p: float | None = _field(_number(math.nextafter(0, 1), 1, neutral=(1,)))
+    top_k: int | None = _field(_number(1, 2**31, int, neutral=(-1, 0)), 40)
     stop: tuple[str, ...] = _field(_stop, ())
 
     @property
@@ -201,7 +175,7 @@ class CompletionRequest(_Drawing):
     """`POST /v1/completions`."""
 
     model: str | None = _field(_model)
-    prompt: object = _field(_any)
+    prompt: object = _field(_typed(object, ""))
     presence_penalty: object = _field(_neutral(0, 0.0))
     frequency_penalty: object = _field(_neutral(0, 0.0))
     best_of: object = _field(_neutral(1))
@@ -255,7 +229,9 @@ class ForkRequest:
     """`POST /v1/streams/ID/fork`."""
 
     at: int | None = _field(_number(0, 2**62, int))
-    token: int | None = _field(_token)
+    token: int | None = _field(
+        lambda name, value, service: _number(0, len(service.texts.vocabulary) - 1, int)(name, value, service)
+    )
     seed: int | None = _field(_seed)
 
 

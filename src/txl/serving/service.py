@@ -7,7 +7,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import anyio
 import torch
@@ -15,14 +14,12 @@ import torch
 import txl
 from txl.config.sections import Limit
 from txl.data.vocabulary import Vocabulary
-from txl.errors import Field, UserError
 from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel
 from txl.native.build import identity
 from txl.runs.digests import model_digest
-from txl.serving.metrics import Metrics
-from txl.serving.requests import ApiError, Limits
+from txl.serving.requests import ApiError, Limits, Metrics
 from txl.serving.scheduler import Scheduler
 from txl.serving.texts import Texts
 
@@ -44,11 +41,7 @@ class Served:
 
 
 class Service:
-    """A served model, with the thread that steps its decode engine.
-
-    Raises:
-        UserError: for a model that the decode engine cannot decode.
-    """
+    """A served model, with the thread that steps its decode engine (UserError if it cannot decode the model)."""
 
     grace = 5.0  # seconds for which running requests may continue when the server stops
 
@@ -72,36 +65,23 @@ class Service:
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"
         self.memory = state.capacity
         self.fingerprint = "txl-" + hashlib.sha256(repr((self.identity, self.kernel)).encode()).hexdigest()[:16]
-        self.scheduler = Scheduler(
-            self.engine, self.metrics, limits.max_queue, served.threads or torch.get_num_threads()
-        )
+        n_threads = served.threads or torch.get_num_threads()
+        self.scheduler = Scheduler(self.engine, self.metrics, limits.max_queue, n_threads)
         # For long texts; only one thread, to leave the other processors to the engine and to short texts.
         self.encoder = ThreadPoolExecutor(1, "txl encode")
-        self._farewell: anyio.Event | None = None
-        self._stopping: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the engine's thread."""
-        self.scheduler.start()
+        self.farewell = anyio.Event()  # set when the server stops, so that event streams end by themselves
+        self._stopping = threading.Thread(target=lambda: self.scheduler.stop(self.grace), name="txl stop")
 
     def begin_to_stop(self) -> None:
         """Accept no more works, and end running works after the grace period; return at once."""
-        if self._stopping is None:
-            self._stopping = threading.Thread(target=self.scheduler.stop, args=(self.grace,), name="txl stop")
+        if self._stopping.ident is None:
             self._stopping.start()
 
     def stop(self) -> None:
         """Stop as `begin_to_stop` does, and wait until all works have ended."""
         self.begin_to_stop()
-        assert self._stopping is not None
         self._stopping.join()
         self.encoder.shutdown(wait=False, cancel_futures=True)
-
-    def farewell(self) -> anyio.Event:
-        """Return the event that is set when the server stops, so that event streams end by themselves."""
-        if self._farewell is None:
-            self._farewell = anyio.Event()
-        return self._farewell
 
     def check_model(self, name: str) -> None:
         """Refuse the name of another model (ApiError)."""
@@ -111,7 +91,6 @@ class Service:
 
     def describe(self) -> JsonObject:
         """Return the model as a JSON object of `/v1/models`."""
-        model = self.served.model
         return {
             "id": self.model_id,
             "object": "model",
@@ -119,7 +98,7 @@ class Service:
             "owned_by": "transformer-xl",
             "txl": {
                 "version": txl.__version__,
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "parameters": sum(parameter.numel() for parameter in self.served.model.parameters()),
                 "vocabulary": {"kind": self.texts.vocabulary.kind, "size": len(self.texts.vocabulary)},
                 "memory": self.memory,
                 **self.identity,
@@ -128,15 +107,3 @@ class Service:
                 "limits": asdict(self.limits),
             },
         }
-
-
-def served_name(directory: Path) -> str:
-    """Return the name under which a run directory is served: the directory's own name.
-
-    Raises:
-        UserError: if the directory has no name, as the root.
-    """
-    name = directory.resolve().name
-    if not name:
-        raise UserError("no name to serve it under", value=directory, remedy=("give ", Field("name")))
-    return name

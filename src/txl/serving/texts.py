@@ -74,26 +74,18 @@ class Texts:
         If the tokens do not spell the text, each token begins at the end of the token before it.
         """
         data = text.encode("utf-8", errors="surrogateescape")
-        blocks = io.BytesIO(data)
+        blocks, piece = io.BytesIO(data), Piece(Path(self.name))
         try:
-            tokens = list(
-                located_tokens(Piece(Path(self.name)), iter(lambda: blocks.read(BLOCK), b""), self.vocabulary)
-            )
+            tokens = list(located_tokens(piece, iter(lambda: blocks.read(BLOCK), b""), self.vocabulary))
         except UserError:
             tokens = []
         tokens = tokens[: ids.numel()]  # `located_tokens` ends a file's last line; that of a prompt stays open
         if [token.id for token in tokens] != ids.tolist():
             return self.placed(ids.tolist())[1]
-        parts, at, characters = [], 0, 0
-        for token in tokens:
-            if token.start > at:
-                characters += n_characters(data[at : token.start])
-            # A token that begins inside a character gets the index of this character.
-            inside = token.start < len(data) and data[token.start] & 0xC0 == 0x80
-            parts.append((token.text, characters - inside if inside else characters))
-            characters += n_characters(data[token.start : token.end])
-            at = max(at, token.end)
-        return parts
+        # Index of the character that has each byte: a token may begin inside of one.
+        begins = np.frombuffer(data, np.uint8) & 0xC0 != 0x80
+        character = np.append(begins.cumsum() - 1, begins.sum())
+        return [(token.text, int(character[token.start])) for token in tokens]
 
     def placed(self, ids: Sequence[int]) -> tuple[str, list[tuple[bytes, int]]]:
         """Return the complete characters of the tokens' text, and each token's bytes and place as in `located`."""
@@ -120,19 +112,13 @@ class Texts:
         `eos_token` is `<eos>` only, because clients add this token to their stop strings.
         """
         end = None if self.vocabulary.eos_id is None else self.vocabulary.eos
-        begin = "\n" if end is None and self.vocabulary.line_end_id() is not None else end
         return {
             "tokenizer_class": f"txl.{type(self.vocabulary).__name__}",
             "kind": self.vocabulary.kind,
             "vocab_size": len(self.vocabulary),
-            "bos_token": begin,
+            "bos_token": "\n" if end is None and self.vocabulary.line_end_id() is not None else end,
             "eos_token": end,
             "pad_token": end,
             "unk_token": None if self.vocabulary.unk_id is None else "<unk>",
             "chat_template": None,
         }
-
-
-def n_characters(data: bytes) -> int:
-    """Return the number of characters that begin in UTF-8 bytes."""
-    return sum(value & 0xC0 != 0x80 for value in data)

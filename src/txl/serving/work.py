@@ -101,13 +101,10 @@ def n_reported(event: Event) -> int:
 
 
 class Outbox:
-    """Queue that passes events from the engine's thread to the current event loop.
+    """Queue that passes events of `n_work` works from the engine's thread to the current event loop.
 
-    Args:
-        progressive: True: pass events on as they arrive, at most once in `PACE` seconds; False: pass events on only
-            when a state is saved or a work ends.
-        n_work: number of works that put events into this outbox.
-        most_unread: number of log-probabilities from which on the engine waits for the client; None: any number.
+    They pass as they arrive, at most once in `PACE` seconds, if `progressive`, else when a state is saved or a work
+    ends. With `most_unread` log-probabilities that the client has not received, the engine waits for the client.
     """
 
     def __init__(self, progressive: bool, n_work: int = 1, most_unread: int | None = None):
@@ -127,10 +124,14 @@ class Outbox:
         passes = self._progressive or isinstance(event, SavedEvent)
         if is_last or (passes and self._is_waiting and not self._is_waking):
             self._is_waking = True
-            try:
+            with suppress(RuntimeError):  # the event loop has ended: events have no reader
                 self._loop.call_soon_threadsafe(self._wake, is_last)
-            except RuntimeError:  # the event loop has ended: events have no reader
-                self._events.clear()
+
+    def _wake(self, is_last: bool) -> None:
+        self._is_waking = False
+        self._arrived.set()
+        if is_last:
+            self._ended.set()
 
     def sent(self, batch: list[Event]) -> None:
         """Note that the client has received a batch of events; called by the event loop."""
@@ -141,39 +142,28 @@ class Outbox:
         """True if the client has not received so many log-probabilities that the engine waits."""
         return self._most_unread is not None and self._n_put - self._n_sent >= self._most_unread
 
-    def _wake(self, is_last: bool) -> None:
-        self._is_waking = False
-        self._arrived.set()
-        if is_last:
-            self._ended.set()
-
     async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yield the events that have arrived, until all works have ended or one has failed."""
+        """Yield the events that have arrived, some at a time, until all works have ended or one has failed."""
         while self._n_open > 0:
-            batch = await self._take()
+            self._is_waiting = True  # set before the check, so that a later `put` wakes this task
+            while not self._events:
+                self._arrived.clear()
+                await self._arrived.wait()
+            self._is_waiting = False
+            batch, size = [], 0
+            while self._events and size < _AT_ONCE:
+                batch.append(self._events.popleft())
+                size += n_reported(batch[-1])
             self._n_open -= sum(isinstance(event, DoneEvent) for event in batch)
             if any(isinstance(event, FailedEvent) for event in batch):
                 self._n_open = 0
             yield batch
-            if sum(map(n_reported, batch)) >= _AT_ONCE:
+            if size >= _AT_ONCE:
                 await asyncio.sleep(0)  # the turn of other requests
             elif self._n_open > 0 and self._progressive:
                 self._ended.clear()
                 with suppress(TimeoutError):  # tokens that arrive meanwhile are sent together
                     await asyncio.wait_for(self._ended.wait(), PACE)
-
-    async def _take(self) -> list[Event]:
-        """Wait for events, and return those that have arrived, at least one, and about `_AT_ONCE` at most."""
-        self._is_waiting = True  # set before the check, so that a later `put` wakes this task
-        while not self._events:
-            self._arrived.clear()
-            await self._arrived.wait()
-        self._is_waiting = False
-        batch, size = [], 0
-        while self._events and size < _AT_ONCE:
-            batch.append(self._events.popleft())
-            size += n_reported(batch[-1])
-        return batch
 
 
 @dataclass(eq=False)
