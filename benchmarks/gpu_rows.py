@@ -37,7 +37,7 @@ from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.runs.directory import RunDirectory
-from txl.training import building, compilation, loop
+from txl.training import compilation, loop
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
@@ -118,8 +118,7 @@ def as_if_recorded(self: Captured) -> Callable[[], None]:
 def imitate_recording() -> None:
     """Replace, in this process, what a CPU refuses of recorded steps, and what is only worthwhile on a GPU."""
     Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
-    for module in (compilation, building):
-        module.check_capture = lambda run, device: None  # pyright: ignore[reportAttributeAccessIssue]
+    compilation.check_capture = lambda run, device: None
     loop.reads_later = lambda setup, state: True
 
 

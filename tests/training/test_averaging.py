@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_same_end, events, stop_after, train, train_until
 from torch import nn
 
 import txl
@@ -14,13 +16,13 @@ from txl.config import TrainConfig
 from txl.errors import RunInterrupted
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training.averaging import WeightAverage
 from txl.training.schedule import average_begins
+from txl.training.state import WeightAverage
 
 
 def averaged(values: list[float], mu: float | None = None) -> float:
     """Return the average of a model's only weight over these values."""
-    model = nn.Linear(1, 1, bias=False).double()
+    model: Any = nn.Linear(1, 1, bias=False).double()
     model.weight.data.fill_(100.0)  # the initial weight is not part of the average
     average = WeightAverage(model, mu)
     for value in values:
@@ -48,7 +50,7 @@ def test_with_mu_it_is_the_moving_average():
 
 
 def test_the_model_goes_on_from_its_own_weights():
-    model = nn.Linear(2, 2)
+    model: Any = nn.Linear(2, 2)
     average = WeightAverage(model)
     before = model.weight.detach().clone()
     average.update(model)
@@ -134,21 +136,11 @@ def test_a_stopped_run_goes_on_averaging_exactly(step, begins, story, data_dir, 
     # At this learning rate the validation loss soon rises.
     run = small_run(str(story), **{"train.eval_every": "1", "train.learning_rate": "1", "train.clip": "0"} | begins)
     train(run, tmp_path / "whole", data_dir)
-    (began,) = [event for event in RunDirectory(tmp_path / "whole").events() if event["event"] == "average"]
+    (began,) = events(tmp_path / "whole", "average")
     assert 3 <= began["step"] <= 6
-    stop_after(monkeypatch, step)
-    with pytest.raises(RunInterrupted):
-        train(run, tmp_path / "stopped", data_dir)
-    monkeypatch.undo()
+    train_until(step, monkeypatch, run, tmp_path / "stopped", data_dir)
     train(run, tmp_path / "stopped", data_dir)
     assert_same_end(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.parametrize(("lowest", "told"), [("0", True), ("1e-4", False)])
-def test_an_average_of_weights_that_stay_as_they_are_is_noted(lowest, told, story, data_dir, tmp_path, capsys):
-    run = small_run(str(story), **{"train.average_from": "5", "train.min_learning_rate": lowest})
-    txl.Trainer(run, tmp_path / "run", device="cpu", data_dir=data_dir).fit()
-    assert ("note: the learning rate is 0 from step 5 on" in capsys.readouterr().err) is told
 
 
 def test_another_run_starts_from_the_averaged_weights(story, data_dir, tmp_path):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, stream
 from tests.training.test_trainer import assert_continues_exactly, train, watch_steps
@@ -29,79 +27,9 @@ from txl_lab.speed.budget import peak_bytes
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
 
-def by_the_equations(model: TransformerXL, tokens: Tensor, targets: Tensor, lengths: tuple[int, ...], cut: bool):
-    """Return the mean loss of consecutive segments in one autograd graph, by the equations of the paper's Section 3.
-
-    Attention is computed query by query, in float64.
-
-    Args:
-        model: model with post-norm and shared biases; only its weights are used.
-        tokens, targets: tokens of all segments, and their targets, int64 [B,T].
-        lengths: lengths of the segments, T in all.
-        cut: stop the gradient at the memory, as the paper does.
-    """
-    weight = dict(model.named_parameters())
-    n_head, d_head, d_model = model.config.n_head, model.config.d_head, model.config.d_model
-    rates = 10000.0 ** (-torch.arange(0, d_model, 2, dtype=torch.float64) / d_model)
-    table = weight["embedding.tables.0"]
-    memory = [table.new_zeros(len(tokens), 0, d_model) for _ in model.layers]
-    losses = []
-    for read, wanted in zip(tokens.split(lengths, 1), targets.split(lengths, 1), strict=True):
-        hidden = table[read] * math.sqrt(d_model)
-        for n in range(len(model.layers)):
-            at = f"layers.{n}.attention."
-            before = memory[n].detach() if cut else memory[n]
-            context = torch.cat([before, hidden], dim=1)
-            memory[n] = context[:, -model.config.mem_len :]
-            q, k, v = (
-                x @ weight[f"{at}{name}_proj.weight"].T
-                for x, name in zip((hidden, context, context), "qkv", strict=True)
-            )
-            q, k, v = (x.unflatten(-1, (n_head, d_head)) for x in (q, k, v))
-            rows = []
-            for i in range(hidden.shape[1]):
-                place = before.shape[1] + i
-                distances = place - torch.arange(place + 1, dtype=torch.float64)
-                angles = distances[:, None] * rates
-                r = torch.cat([angles.sin(), angles.cos()], dim=-1) @ weight[f"{at}r_proj.weight"].T
-                score = torch.einsum("bhd,bjhd->bhj", q[:, i] + weight["u"], k[:, : place + 1])
-                score = score + torch.einsum("bhd,jhd->bhj", q[:, i] + weight["v"], r.unflatten(-1, (n_head, d_head)))
-                chances = (score / math.sqrt(d_head)).softmax(-1)
-                rows.append(torch.einsum("bhj,bjhd->bhd", chances, v[:, : place + 1]).flatten(1))
-            hidden = hidden + torch.stack(rows, 1) @ weight[f"{at}o_proj.weight"].T
-            hidden = F.layer_norm(hidden, (d_model,), weight[f"{at}norm.weight"], weight[f"{at}norm.bias"])
-            at = f"layers.{n}.feed_forward."
-            inner = (hidden @ weight[f"{at}inner.weight"].T + weight[f"{at}inner.bias"]).relu()
-            hidden = hidden + inner @ weight[f"{at}outer.weight"].T + weight[f"{at}outer.bias"]
-            hidden = F.layer_norm(hidden, (d_model,), weight[f"{at}norm.weight"], weight[f"{at}norm.bias"])
-        losses.append(-(hidden @ table.T + weight["softmax.bias"]).log_softmax(-1).gather(-1, wanted[..., None]))
-    return torch.cat(losses, dim=1).mean()
-
-
 def gradients(loss: Tensor, model: TransformerXL) -> dict[str, Tensor]:
     names, parameters = zip(*model.named_parameters(), strict=True)
     return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
-
-
-@pytest.mark.parametrize("lengths", [(7, 7), (5, 3, 6)], ids=["two", "three of other lengths"])
-def test_gradients_are_those_of_one_graph_over_all_segments(lengths):
-    """The loss is a mean over targets, so the weight of a segment is its length."""
-    model = lively(PLAIN).train()
-    tokens, targets = (each[:, : sum(lengths)] for each in stream())
-    loss, state = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=lengths))
-    assert not any(hidden.requires_grad for hidden in state.hidden)
-    found = gradients(loss, model)
-    expected = by_the_equations(model, tokens, targets, lengths, cut=False)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
-    for name, each in gradients(expected, model).items():
-        torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
-    paper = by_the_equations(model, tokens, targets, lengths, cut=True)
-    torch.testing.assert_close(loss, paper, rtol=0, atol=1e-10)  # the loss is equal, its gradient is not
-    for name, each in gradients(paper, model).items():
-        if name.startswith("layers.2.") or name == "softmax.bias":  # their gradient does not flow through memory
-            torch.testing.assert_close(found[name], each, rtol=0, atol=1e-10, msg=name)
-        else:
-            assert (found[name] - each).abs().max() > 1e-5, name
 
 
 def test_no_gradient_reaches_what_earlier_steps_left_in_memory():
@@ -119,10 +47,12 @@ def test_no_gradient_reaches_what_earlier_steps_left_in_memory():
         assert torch.equal(ours, theirs)
 
 
-def test_with_a_window_several_segments_have_the_gradient_of_one_as_long_as_all():
+@pytest.mark.parametrize("lengths", [(4, 4, 4), (5, 3, 4)])
+def test_with_a_window_several_segments_have_the_gradient_of_one_as_long_as_all(lengths):
     model = lively(dataclasses.replace(PLAIN, mem_len=6, window=7)).train()
     tokens, targets = (each[:, :12] for each in stream())
-    several, _ = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=(4, 4, 4)))
+    several, state = model.training_loss(tokens, targets, model.init_state(B), Objective(lengths=lengths))
+    assert not any(hidden.requires_grad for hidden in state.hidden)
     one, _ = model.training_loss(tokens, targets, model.init_state(B))
     found, expected = gradients(several, model), gradients(one, model)
     for name in expected:

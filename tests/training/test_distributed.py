@@ -24,7 +24,6 @@ from txl.errors import RunInterrupted, UserError
 from txl.processes import Processes, process_count, processes_of
 from txl.runs.directory import RunDirectory
 from txl.training.display import Display
-from txl.training.loop import _emptied
 from txl.training.snapshot import _restore_generators
 from txl.training.trainer import Trainer, _check_processes
 
@@ -175,10 +174,6 @@ def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(stor
     """One process stops in step 3, and two processes continue; each of them empties the drawn lanes that it holds."""
     steps = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4", "train.backprop_segments": "2"}
     run = small_run(str(story), **EXACT | steps)
-    drawn = torch.stack([_emptied(run.train, step) for step in range(3, 8)])
-    assert drawn[:, :4].any()
-    assert drawn[:, 4:].any()
-    assert not drawn.all(dim=1).any()
     Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
     with monkeypatch.context() as patch:
         stop_after(patch, 3)
@@ -194,10 +189,7 @@ def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(stor
 def test_a_process_whose_lanes_are_all_emptied_saves_with_the_others(parallel, story, data_dir, tmp_path):
     steps = {"train.steps": "6", "train.eval_every": "3", "train.reset_memory": "0.3", "train.checkpoint_every": "1"}
     options = EXACT | steps | {"train.batch_size": "2", "model.mem_len": "32"}
-    run = small_run(str(story), **options)
-    drawn = torch.stack([_emptied(run.train, step) for step in range(1, 6)])
-    assert (drawn[:, 0] != drawn[:, 1]).any()
-    Trainer(run, tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    Trainer(small_run(str(story), **options), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
     done = launch(tmp_path / "two", story, data_dir, 2, options | {"train.parallel": parallel})
     assert done.returncode == 0, done.stderr
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
@@ -312,7 +304,7 @@ def test_with_another_number_of_processes_each_process_draws_its_own_numbers():
         setup: Any = SimpleNamespace(
             trained=SimpleNamespace(processes=Processes(rank, 2)),
             run=small_run("stdlib"),
-            display=Display("", "", 1, True),
+            display=Display("", 1, True),
         )
         with torch.random.fork_rng(devices=[]):
             _restore_generators({"cpu": torch.get_rng_state()[None]}, setup, 1, step)
@@ -320,11 +312,6 @@ def test_with_another_number_of_processes_each_process_draws_its_own_numbers():
 
     assert drawn(0, 7) == drawn(0, 7)
     assert len({tuple(drawn(rank, step)) for rank in (0, 1) for step in (7, 8)}) == 4
-
-
-def test_lanes_that_cannot_be_divided_are_refused():
-    with pytest.raises(UserError, match="5 lanes cannot be divided over 2 processes"):
-        Processes(1, 2).share(5)
 
 
 def test_sharded_checkpoints_need_no_pickle(story, data_dir, tmp_path):

@@ -14,9 +14,9 @@ from txl.config import RunConfig, with_options
 from txl.models import build_model
 from txl.native import build
 from txl.presets import presets
-from txl.training.averaging import WeightAverage
-from txl.training.estimate import estimate, parameters_by_part, softmax_hint
+from txl.training.estimate import estimate, parameters_by_part
 from txl.training.optimisers import build_optimizer, optimizer_tensors
+from txl.training.state import WeightAverage
 from txl.training.step import StepInputs, training_step
 from txl_lab.speed.budget import peak_bytes
 
@@ -77,16 +77,9 @@ CASES = {
     "two parts, float64": {
         "model.d_inner": "512", "train.batch_size": "12", "train.micro_batches": "2", "train.dtype": "float64",
     },
-    "pre-norm, long memory": {
-        "model.d_inner": "256", "model.pre_norm": "true", "train.batch_size": "8", "model.mem_len": "300",
-        "model.dropout": "0",
-    },
     "normalised heads, bfloat16": {
         "model.d_inner": "128", "model.d_head": "64", "model.qk_norm": "true", "model.dropout": "0",
         "train.batch_size": "8", "train.dtype": "bfloat16",
-    },
-    "locked dropout": {
-        "model.d_inner": "1024", "model.locked_dropout": "true", "model.dropout_qkv": "0.1", "train.batch_size": "16",
     },
     "large vocabulary": {"train.batch_size": "8", "train.average_from": "0"},
     "vanilla, dropout inside the feed-forward alone": {
@@ -100,7 +93,6 @@ RECURRENT = {
 }  # fmt: skip
 RECURRENT_CASES = {
     "awd-lstm": {"model.kind": "lstm", "model.weight_drop": "0.5", "model.locked_dropout": "true"},
-    "mixture": {"model.kind": "lstm", "model.n_softmax": "4", "model.d_last": "192"},
     "qrnn, wide kernels": {"model.kind": "qrnn", "model.kernel_sizes": "4", "model.weight_drop": "0.1"},
     "SGD with momentum": {
         "model.kind": "lstm", "model.d_hidden": "1024", "train.batch_size": "4", "train.optimizer": "sgd",
@@ -184,30 +176,6 @@ def test_each_parameter_is_counted_where_it_belongs():
         "layer norm": 3 * 2 * 2 * 10,
         "softmax": 17 + 2 * 10 + 2 + 10 * (10 + 5 + 2),
     }
-
-
-@pytest.mark.parametrize(
-    ("options", "device", "expected"),
-    [
-        (
-            {},
-            "cpu",
-            "81% of a step's products are the softmax over 31,000 tokens, which is slow on a CPU; data.max_words",
-        ),
-        ({"data.unit": "bpe"}, "cpu", "data.vocab_size 4096 makes fewer, model.cutoffs 3100,10333"),
-        ({"data.corpus": "wikitext-2"}, "cpu", "CPU; model.cutoffs 3100,10333 (adaptive softmax) keeps all"),
-        ({}, "cuda", None),
-        ({"model.cutoffs": "1000"}, "cpu", None),
-        ({"model.d_inner": "20000"}, "cpu", None),
-    ],
-)
-def test_a_large_softmax_on_a_cpu_is_told_with_ways_out(options, device, expected):
-    words = {"data.unit": "word", "data.corpus": "my.txt", "model.d_inner": "3500"}
-    shape = {"model.n_layer": "1", "model.d_model": "64", "model.n_head": "2", "model.d_head": "32"}
-    run = with_options(RunConfig(), words | shape | options)
-    told = softmax_hint(run, 31_000, estimate(run, 31_000).parameters, device)
-    assert told is None if expected is None else expected in (told or "")
-    assert softmax_hint(run, 9_000, estimate(run, 9_000).parameters, device) is None
 
 
 def test_a_window_and_bfloat16_need_less():

@@ -17,7 +17,7 @@ from tests.training.test_trainer import assert_same_end
 from txl.runs import checkpoints
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
-from txl.training import saver, snapshot, validation
+from txl.training import saver, snapshot
 from txl.training.trainer import Trainer
 
 OPTIONS = {
@@ -58,13 +58,13 @@ def _kill_at(moment: str, number: int) -> None:
 MOMENTS = {
     "between two parts of the lanes": (loop_module.TrainingLoop, "_stop_signal", True),
     "at a step's end": (loop_module, "training_step", False),
-    "during an evaluation": (validation, "evaluate_with", True),
-    "after an evaluation": (validation, "evaluate_with", False),
+    "during an evaluation": (loop_module, "evaluate_with", True),
+    "after an evaluation": (loop_module, "evaluate_with", False),
     "while the state is copied": (snapshot, "_joined", True),
     "before a checkpoint's files": (checkpoints, "_write_tensors", True),
     "between a checkpoint's files": (checkpoints, "_write_tensors", False),
-    "before a checkpoint's name": (checkpoints, "_swap", True),
-    "before `latest` is moved": (checkpoints, "_swap", False),
+    "before a checkpoint's name": (checkpoints.os, "rename", True),
+    "before `latest` is moved": (RunDirectory, "set_pointer", True),
     "before `best` is moved": (saver, "point_at_best", True),
     "while old checkpoints are deleted": (checkpoints.shutil, "rmtree", True),
 }

@@ -22,7 +22,7 @@ def test_lanes_are_emptied_before_a_step_and_fill_again(parts, story, data_dir, 
     )
     run = small_run(str(story), **{"train.reset_memory": "0.4", "train.micro_batches": parts})
     train(run, tmp_path / "run", data_dir)
-    drawn = [loop_module._emptied(run.train, step).tolist() for step in range(12)]
+    drawn = [loop_module.emptied_lanes(run.train, step).tolist() for step in range(12)]
     full = [0 if step == 0 else 8 for step in range(12)]
     assert before == [[0 if clear else full[step] for clear in drawn[step]] for step in range(12)]
     assert 0 < sum(map(sum, drawn)) < 48
@@ -85,10 +85,10 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
     run.train.random_segments, run.train.average_from, run.train.average_patience = False, None, None
     run.train.eval_every, run.train.warmup_steps, run.train.reset_memory = 0, 0, 0.5
     train(run, tmp_path / "run", data_dir)
-    drawn = [loop_module._emptied(run.train, step).tolist() for step in range(4)]
+    drawn = [loop_module.emptied_lanes(run.train, step).tolist() for step in range(4)]
     assert [[all(lane) for lane in lanes] for lanes in before[1:]] == drawn[1:]
 
 
 def test_the_default_empties_nothing():
     assert preset("enwik8-12L").train.reset_memory == 0
-    assert not loop_module._emptied(preset("enwik8-12L").train, 3).any()
+    assert not loop_module.emptied_lanes(preset("enwik8-12L").train, 3).any()

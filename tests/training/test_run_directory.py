@@ -30,7 +30,6 @@ from txl.runs.checkpoints import (
     checkpoint_names,
     prune,
     remove_later,
-    remove_partial,
     write_checkpoint,
 )
 from txl.runs.directory import RunDirectory
@@ -154,22 +153,8 @@ def test_checkpoints_by_name_and_by_number(tmp_path):
         run.checkpoint("newest")
     for target in ("garbage", "step-00000007"):
         run.set_pointer("best", target)
-        with pytest.raises(UserError, match=r"best: names no checkpoint; choose a step with checkpoint \(5 or 10\)"):
+        with pytest.raises(UserError, match=r"best: names no checkpoint; choose a step with checkpoint \(5, 10\)"):
             run.checkpoint()
-
-
-def test_training_goes_on_from_the_newest_if_a_crash_came_before_it_was_named(tmp_path):
-    run = RunDirectory(tmp_path)
-    assert run.newest() is None
-    for step in (5, 10):
-        write(run.checkpoints, step)
-    newest = run.newest()
-    assert newest is not None
-    assert newest.name == "step-00000010"
-    run.set_pointer("latest", "step-00000005")
-    newest = run.newest()
-    assert newest is not None
-    assert newest.name == "step-00000010"
 
 
 def test_a_checkpoint_holds_tensors_and_numbers_and_a_manifest(tmp_path):
@@ -240,20 +225,6 @@ def test_what_a_killed_process_left_half_written_is_cleared_away(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_what_was_being_replaced_when_the_process_was_killed_takes_its_name_again(tmp_path):
-    content = {path.name: path.read_bytes() for path in write(tmp_path, 4).iterdir()}
-    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.replaced.partial")
-    remove_partial(tmp_path)
-    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000004").iterdir()} == content
-
-
-def test_a_checkpoint_without_its_manifest_is_listed_so_that_it_can_be_refused(tmp_path):
-    (write(tmp_path, 4) / "manifest.json").unlink()
-    assert checkpoint_names(tmp_path) == ["step-00000004"]
-    write(tmp_path, 5)
-    assert checkpoint_names(tmp_path) == ["step-00000004", "step-00000005"]
-
-
 def test_a_later_checkpoint_that_cannot_be_deleted_is_not_resumed_from(tmp_path, monkeypatch):
     for step in (4, 6, 8):
         write(tmp_path, step)
@@ -296,8 +267,8 @@ def _manifest(step: int, *names: str) -> str:
             "of format 99; this version reads format 2",
         ),
         (lambda path: path.write_text('{"format": 2, "step": "7", "files": {}}'), "damaged .its step is '7'"),
-        (lambda path: path.write_text(_manifest(8)), "the manifest is of step 8, the directory of another"),
-        (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered: its sha256 is wrong"),
+        (lambda path: path.write_text(_manifest(8)), "altered, or of another step"),
+        (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered, or of another step"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": []}'), "damaged .its files is"),
         (lambda path: path.write_text('{"format": 2, "step": 7}'), "damaged .its files is None"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}, "model": 5}'), "damaged .its model is 5"),
@@ -325,11 +296,11 @@ def test_weights_and_configuration_that_do_not_belong_together_are_refused(train
     for path in (copy / "checkpoints").glob("*/manifest.json"):
         manifest = json.loads(path.read_text()) | {"model": {}}
         path.write_text(json.dumps(manifest | {"sha256": checkpoints._own_sha256(manifest)}))
-    with pytest.raises(UserError, match=r"u has shape \[2, 8\].*n_head, d_head.*needs \[1, 16\]"):
+    with pytest.raises(UserError, match=r"u has the shape \(2, 8\).*\(1, 16\)"):
         txl.load(copy)
     config.model.n_head, config.model.d_head, config.model.n_layer = 2, 8, 1
     RunDirectory(copy).write_config(config)
-    with pytest.raises(UserError, match=r"the weights hold layers\.1\..*no place for"):
+    with pytest.raises(UserError, match=r"layers\.1\..* describes none"):
         txl.load(copy)
 
 
@@ -378,10 +349,6 @@ def test_a_full_disk_when_the_log_is_written_keeps_the_last_checkpoint(trained, 
     txl.load(copy, checkpoint="latest")
     Trainer(small_run(str(story)), copy, data_dir=data_dir, quiet=True).fit()
     assert [event["event"] for event in RunDirectory(copy).events()[len(events) :]] == ["resume", "end"]
-
-
-def test_a_directory_that_cannot_be_made(story, data_dir):
-    assert "/proc/run: No such file or directory; give" in refused_training(Path("/proc/run"), story, data_dir)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from tests.conftest import small_run
-from tests.training.test_guards import events, spoil_gradients
-from tests.training.test_trainer import assert_continues_exactly, assert_same_end, train
+from tests.training.test_guards import spoil_gradients
+from tests.training.test_trainer import assert_continues_exactly, assert_same_end, events, train
 from tests.waiting import AHEAD, Waits
 
 import txl
@@ -26,10 +26,10 @@ from txl.models.language_model import State
 from txl.models.memory import Memory
 from txl.training import compilation
 from txl.training import loop as loop_module
-from txl.training.averaging import WeightAverage
 from txl.training.compilation import WARM, CapturedStep
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
+from txl.training.state import WeightAverage
 from txl.training.step import StepInputs, StepOutput, training_step
 from txl.training.trainer import Trainer
 
@@ -217,7 +217,7 @@ def recording(monkeypatch):
         return replay
 
     monkeypatch.setattr(Captured, "_record", record)
-    monkeypatch.setattr("txl.training.building.check_capture", lambda *_: None)
+    monkeypatch.setattr("txl.training.compilation.check_capture", lambda *_: None)
     return recorded
 
 

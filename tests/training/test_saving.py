@@ -7,13 +7,12 @@ import time
 
 import pytest
 from tests.conftest import small_run
-from tests.training.test_guards import events
-from tests.training.test_trainer import assert_same_end, stop_after, train
+from tests.training.test_trainer import assert_same_end, events, stop_after, train
 
 from txl.errors import RunInterrupted, UserError
 from txl.runs.directory import RunDirectory
+from txl.training import loop, saver
 from txl.training import loop as loop_module
-from txl.training import saver, validation
 
 
 def test_a_full_disk_need_not_end_a_run(story, data_dir, tmp_path, monkeypatch, capsys):
@@ -179,9 +178,9 @@ def test_the_best_checkpoint_stays_until_a_better_one_stands(story, data_dir, tm
 
     monkeypatch.setattr(checkpoints, "_write_tensors", full)
     losses = iter([4.0, 3.0, 3.5, 3.5])
-    real_evaluate = validation.evaluate_with
+    real_evaluate = loop.evaluate_with
     monkeypatch.setattr(
-        validation,
+        loop,
         "evaluate_with",
         lambda *args, **settings: dataclasses.replace(real_evaluate(*args, **settings), nll=next(losses)),
     )

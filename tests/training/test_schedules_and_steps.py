@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import txl
 import txl.training.optimisers as optimisers
 from txl.config import (
     ModelConfig,
@@ -73,14 +72,6 @@ def test_steps_divide_the_rate_by_ten_after_so_many_updates():
     assert learning_rate(50, dataclasses.replace(steps, min_learning_rate=0.05)) == 0.05
 
 
-@pytest.mark.parametrize("name", ["wt103-qrnn", "wt103-lstm"])
-def test_wikitext_103_s_recurrent_presets_divide_the_rate_after_12_of_14_epochs(name):
-    train = txl.preset(name).train
-    epoch = train.steps // 14
-    rates = [learning_rate(step, train) for step in (0, 12 * epoch - 1, 12 * epoch, train.steps - 1)]
-    assert rates == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-
-
 def test_without_warm_up_the_first_update_has_the_peak():
     assert learning_rate(0, dataclasses.replace(BASE, warmup_steps=0)) == 1.0
     assert math.isfinite(learning_rate(0, TrainConfig(steps=1, warmup_steps=1)))
@@ -119,17 +110,6 @@ def test_an_optimiser_s_state_survives_as_tensors():
     found = optimizer_tensors(other, other_model)
     assert found.keys() == saved.keys()
     assert all(torch.equal(found[name], value) for name, value in saved.items())
-
-
-def test_an_optimiser_s_state_of_another_model_is_refused():
-    model = small_model()
-    optimizer = build_optimizer(model, TrainConfig())
-    tokens = torch.randint(11, (2, 6))
-    training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
-    saved = optimizer_tensors(optimizer, model)
-    for changed in ({"foreign/exp_avg": torch.zeros(1)}, {"softmax.bias/exp_avg": torch.zeros(3)}):
-        with pytest.raises(UserError, match="belongs to another model"):
-            load_optimizer_tensors(optimizer, model, saved | changed)
 
 
 @pytest.mark.parametrize(
@@ -344,9 +324,10 @@ def test_muon_s_state_survives_as_tensors_and_goes_on_exactly():
             training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), train)
     for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    damaged = saved | {"layers.0.lstm.weight_ih_l0/exp_avg": saved["layers.0.lstm.weight_ih_l0/momentum_buffer"]}
-    with pytest.raises(UserError, match="belongs to another model"):
-        load_optimizer_tensors(optimizers[1], models[1], damaged)
+    name, moment = "layers.0.lstm.weight_ih_l0", saved["layers.0.lstm.weight_ih_l0/momentum_buffer"]
+    for damaged in ({f"{name}/exp_avg": moment}, {f"{name}/momentum_buffer": moment[:1]}, {"foreign/exp_avg": moment}):
+        with pytest.raises(UserError, match="belongs to another model"):
+            load_optimizer_tensors(optimizers[1], models[1], saved | damaged)
 
 
 def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
@@ -360,12 +341,6 @@ def test_the_embedding_s_learning_rate_is_in_proportion_to_the_others():
     for name, parameter in model.named_parameters():
         moved = (parameter.detach() - before[name]).abs().max().item()
         assert moved == pytest.approx(0.02 if name == "embedding.tables.0" else 0.01, rel=1e-3), name
-
-
-def test_the_cosine_ends_where_weights_begin_to_be_averaged():
-    config = TrainConfig(steps=100, average_from=60, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.2)
-    assert learning_rate(35, config) == pytest.approx(0.6)
-    assert [learning_rate(step, config) for step in (60, 80, 99)] == [0.2, 0.2, 0.2]
 
 
 def test_the_reported_loss_leaves_regularisers_out_but_the_update_does_not():

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import train
+from tests.training.test_trainer import stop_after, train
 
 import txl
 from txl.cli import main
@@ -79,7 +79,6 @@ def test_damage_is_told(copy):
 
 
 def test_restarts_and_stops_are_counted(story, data_dir, tmp_path, monkeypatch):
-    from tests.training.test_trainer import stop_after
 
     run, out = small_run(str(story)), tmp_path / "run"
     with monkeypatch.context() as patch:

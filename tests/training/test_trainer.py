@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pty
-import shutil
 import signal
 import subprocess
 import sys
@@ -27,12 +26,15 @@ from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training import saver as saver_module
 from txl.training import trainer as trainer_module
-from txl.training import validation
 from txl.training.trainer import Trainer
 
 
 def train(run, out, data_dir, **kwargs):
     return Trainer(run, out, data_dir=data_dir, quiet=True, **kwargs).fit()
+
+
+def events(out, name: str) -> list[dict[str, Any]]:
+    return [event for event in RunDirectory(out).events() if event["event"] == name]
 
 
 def stop_after(monkeypatch, step: int) -> None:
@@ -163,7 +165,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     step, story, data_dir, trained, tmp_path, monkeypatch
 ):
     """This includes the evaluation of the last step, which is then the only work left."""
-    run, real = small_run(str(story)), validation.evaluate_with
+    run, real = small_run(str(story)), loop_module.evaluate_with
 
     def stopped(model, tokens, settings, progress, processes):
         def first(done, total):
@@ -175,7 +177,7 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
         return real(model, tokens, settings, mine, processes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(validation, "evaluate_with", stopped)
+        patch.setattr(loop_module, "evaluate_with", stopped)
         real_train = loop_module.TrainingLoop.train
 
         def remembered(self):
@@ -321,15 +323,6 @@ def test_the_caller_s_random_numbers_are_left_alone(story, data_dir, tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_finished_run_is_left_as_it_is(trained, story, data_dir, tmp_path):
-    copy = tmp_path / "copy"
-    shutil.copytree(trained, copy)
-    before = final_state(copy)
-    assert train(small_run(str(story)), copy, data_dir)["step"] == 12
-    after = final_state(copy)
-    assert all(torch.equal(before[key], after[key]) for key in before)
-
-
 def test_what_does_not_change_the_computation_may_change_on_continuing(story, data_dir, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, 5)
@@ -340,18 +333,6 @@ def test_what_does_not_change_the_computation_may_change_on_continuing(story, da
         UserError, match=r"holds a different run: model.n_layer 2 -> 3, train.seed 1 -> 2; give another"
     ):
         train(small_run(str(story), **{"train.seed": "2", "model.n_layer": "3"}), tmp_path / "run", data_dir)
-
-
-def test_a_changed_text_is_refused_on_continuing(story, data_dir, tmp_path, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_bytes(story.read_bytes())
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(small_run(str(text)), tmp_path / "run", data_dir)
-    text.write_bytes(story.read_bytes().replace(b"river", b"brook"))
-    with pytest.raises(UserError, match="is not the text that .* was trained on"):
-        train(small_run(str(text)), tmp_path / "run", data_dir)
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(trained, story, data_dir, tmp_path, monkeypatch):
@@ -365,11 +346,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(trained, story, d
     assert_same_end(tmp_path / "run", trained)
 
 
-def test_bfloat16_trains(story, data_dir, tmp_path):
-    outcome = train(small_run(str(story), **{"train.dtype": "bfloat16"}), tmp_path / "run", data_dir)
-    assert math.isfinite(outcome["best_nll"])
-
-
 def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
     real = loop_module.training_step
 
@@ -377,13 +353,13 @@ def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_di
 
     def poisoned(trained, *args):
         if len(calls) == 5:
-            next(trained.parameters()).data.fill_(math.nan)
+            next(trained.model.parameters()).data.fill_(math.nan)
         calls.append(1)
         return real(trained, *args)
 
     monkeypatch.setattr(loop_module, "training_step", poisoned)
     with pytest.raises(
-        TrainingDiverged, match=r"step 6: the loss \(nan\).*not finite themselves.*step-00000004.*learning_rate"
+        TrainingDiverged, match=r"step 6: the loss \(nan\).*nor are the weights.*step-00000004.*learning_rate"
     ):
         train(small_run(str(story)), tmp_path / "run", data_dir)
     model, _ = txl.load(tmp_path / "run", checkpoint="latest")

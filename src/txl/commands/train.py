@@ -145,7 +145,7 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         began: start of the command, in seconds of `time.perf_counter`.
     """
     from txl.runs.directory import RunDirectory
-    from txl.training.starting import has_checkpoint, refuse_imported
+    from txl.training.starting import has_checkpoint, imported
 
     minutes, preset = arguments.minutes, arguments.preset
     out = None if arguments.out is None else RunDirectory(arguments.out)
@@ -157,8 +157,8 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         return base_config(str(existing_run(arguments.init_from, "init_from")))
     if out is not None and out.config_path.exists():
         stored = out.config()
-        if minutes is None and not arguments.fork:
-            refuse_imported(out)
+        if minutes is None and not arguments.fork and out.log().is_import:
+            raise imported(out.path)
         is_same = minutes is None or stored.name == planned_name(minutes)
         begun = has_checkpoint(out) or not stored.is_planned
         if begun and not is_same:
@@ -221,9 +221,9 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     if not arguments.dry_run:  # before the text is prepared and the machine measured
         if arguments.out is None:
             raise _no_out()
-        from txl.training.starting import check_directory
+        from txl.training.starting import check_out
 
-        check_directory(Path(arguments.out))
+        check_out(Path(arguments.out))
     quiet = arguments.quiet or arguments.json
     from txl.devices import keep_freed_memory
     from txl.minutes.measured import run_in_minutes
@@ -272,13 +272,12 @@ def _inherited_size(arguments: argparse.Namespace) -> int | None:
 def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     """Print the resolved configuration, the parameters by part, the tokens per step and an estimate of memory."""
     from txl.data.corpora import vocabulary_size
-    from txl.training.estimate import estimate, softmax_hint
+    from txl.training.estimate import estimate
 
     vocab_size = _inherited_size(arguments)
     if vocab_size is None:
         vocab_size = vocabulary_size(config.data, arguments.data_dir, quiet=arguments.quiet or arguments.json)
-    device = pick_device(arguments.device)
-    costs = estimate(config, vocab_size, device)
+    costs = estimate(config, vocab_size, pick_device(arguments.device))
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
         return
@@ -295,6 +294,3 @@ def dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     for part, count in costs.memory_bytes.items():
         print(f"  {part:24} {count:>14,}")
     print(f"  {'total':24} {costs.total_bytes:>14,}")
-    hint = softmax_hint(config, vocab_size, costs.parameters, device)
-    if hint is not None:
-        print(f"\nnote: {hint}")

@@ -32,7 +32,7 @@ from txl.files import JsonObject
 from txl.generation.engine import decodes
 from txl.models.language_model import LanguageModel
 from txl.native.build import identity
-from txl.runs.digests import model_digest, tensors_digest
+from txl.runs.checkpoints import model_digest, tensors_digest
 
 BytesDone = Callable[[int, int], None]  # receives the number of bytes done, of the text and of the compressed file
 _PROBE = 24  # columns whose frequencies the header's probe covers

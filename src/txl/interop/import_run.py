@@ -128,7 +128,7 @@ def _fill(
     directory: RunDirectory, run: RunConfig, vocabulary: Vocabulary | None, weights: JsonObject, source: Source
 ) -> None:
     if vocabulary is not None:
-        directory.write_vocabulary(vocabulary)
+        vocabulary.save(directory.path / "vocabulary.json")
     belongs = weights_identity(dataclasses.asdict(run.model), directory.path / "vocabulary.json")
     contents = Contents(weights, {}, {"imported_from": source.kind}, belongs)
     written = write_checkpoint(directory.checkpoints, 0, contents)

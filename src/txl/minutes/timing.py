@@ -12,8 +12,7 @@ from txl.config import RunConfig
 from txl.devices import float32_products
 from txl.errors import UserError
 from txl.models.family import FamilyModel
-from txl.training.building import check_trainable, model_to_train
-from txl.training.compilation import WARM, CapturedStep, compile_layers
+from txl.training.compilation import WARM, CapturedStep, check_trainable, compile_layers, model_to_train
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
 from txl.training.step import StepInputs, training_step

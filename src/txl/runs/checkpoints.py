@@ -15,8 +15,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,9 @@ from txl.files import JsonObject, file_sha256, follow_umask, is_full, read_json,
 
 if TYPE_CHECKING:  # files are verified without PyTorch, which takes seconds to import
     from torch import Tensor
+
+    from txl.data.vocabulary import Vocabulary
+    from txl.models.language_model import LanguageModel
 
 MODEL_FILE = "model.safetensors"
 STATE_TENSORS_FILE = "training_state.safetensors"
@@ -71,19 +74,30 @@ def checkpoint_step(name: str) -> int:
 
 def weights_identity(model: JsonObject, vocabulary: Path, run_id: str | None = None) -> JsonObject:
     """Return a checkpoint's identity: the model's configuration, the hash of the vocabulary's file, and the run."""
-    return {"model": _plain(model), "vocabulary_sha256": _sha256_if_there(vocabulary), "run": run_id}
-
-
-def _plain(value: JsonObject) -> JsonObject:
-    """Return values as JSON gives them back: lists for tuples."""
-    return json.loads(json.dumps(value))
-
-
-def _sha256_if_there(path: Path) -> str | None:
     try:
-        return file_sha256(path) if path.exists() else None
+        sha256 = file_sha256(vocabulary) if vocabulary.exists() else None
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{vocabulary}: cannot be read ({error.strerror})") from None
+    # As JSON gives the values back: lists for tuples.
+    return {"model": json.loads(json.dumps(model)), "vocabulary_sha256": sha256, "run": run_id}
+
+
+def tensors_digest(tensors: Mapping[str, Tensor], more: str = "") -> str:
+    """Return a digest of named tensors and of a text, by which compressed files and streams recognise a model."""
+    import torch
+
+    total = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    total.update(more.encode())
+    return total.hexdigest()
+
+
+def model_digest(model: LanguageModel, vocabulary: Vocabulary) -> str:
+    """Return a digest of a model's weights and configuration, and of its vocabulary."""
+    described = [asdict(model.config), vocabulary.to_json()]
+    return tensors_digest(model.state_dict(), json.dumps(described, sort_keys=True))
 
 
 def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
@@ -96,7 +110,7 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         UserError: if the checkpoint cannot be written; an incomplete checkpoint is removed.
     """
     final = folder / checkpoint_name(step)
-    temporary = folder / f".{final.name}{_PARTIAL}"
+    temporary, replaced = folder / f".{final.name}{_PARTIAL}", folder / f".{final.name}.replaced{_PARTIAL}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_partial(folder)
@@ -117,7 +131,9 @@ def write_checkpoint(folder: Path, step: int, contents: Contents) -> Path:
         (temporary / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for path in (*temporary.rglob("*"), temporary):
             sync(path)
-        _swap(temporary, final, folder / f".{final.name}.replaced{_PARTIAL}")
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(temporary, final)
         sync(folder)
     except (OSError, SafetensorError) as error:
         # The safetensors library reports a full disk by an exception of its own.
@@ -152,18 +168,6 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
                     raise OSError(5, f"{key} was not read back as it was written")
 
 
-def _swap(new: Path, final: Path, old: Path) -> None:
-    """Rename `new` to `final`, after renaming an existing `final` to `old`; on failure, rename it back."""
-    try:
-        if final.exists():
-            os.rename(final, old)
-        os.rename(new, final)
-    except BaseException:
-        if old.exists() and not final.exists():
-            os.rename(old, final)
-        raise
-
-
 def remove_partial(folder: Path) -> None:
     """Remove the remains of an interrupted write.
 
@@ -180,23 +184,29 @@ def remove_partial(folder: Path) -> None:
 class VerifiedCheckpoint:
     """A checkpoint whose files are compared with its manifest, each once, before they are used.
 
-    Args:
-        path: directory of the checkpoint.
-
-    Raises:
-        UserError: by all methods, if a file is missing, truncated or altered; the message names the file.
+    All methods raise UserError, with the file's name, if a file is missing, truncated or altered.
     """
 
     def __init__(self, path: Path):
-        self.path, self.manifest = path, read_manifest(path)
+        self.path, manifest_path = path, path / MANIFEST_FILE
+        if not manifest_path.is_file():
+            raise UserError(f"{path}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
+        self.manifest = manifest = _json_object(manifest_path)
+        if manifest.get("format") != _FORMAT:
+            found = f"a checkpoint of format {manifest.get('format')!r}"
+            raise UserError(f"{path}: {found}; this version reads format {_FORMAT}")
+        for name, kind in (("step", int), ("files", dict), ("model", dict)):
+            if type(manifest.get(name, {} if name == "model" else None)) is not kind:
+                raise UserError(f"{manifest_path}: damaged (its {name} is {manifest.get(name)!r})")
+        for name in map(PurePosixPath, manifest["files"]):
+            if name.is_absolute() or ".." in name.parts:
+                raise UserError(f"{manifest_path}: names a file outside of its directory ({name})")
+        if manifest.get("sha256") != _own_sha256(manifest) or checkpoint_name(manifest["step"]) != path.name:
+            raise UserError(f"{manifest_path}: altered, or of another step than {path.name}; {OTHERWISE}")
         self._verified: set[str] = set()
 
     def verify(self, run_id: str | None = None) -> None:
-        """Compare every file with the manifest.
-
-        Args:
-            run_id: identifier of the run that is to continue from the checkpoint; None: unknown.
-        """
+        """Compare every file with the manifest, and the manifest with the run that is to continue, if it is known."""
         if None not in (run_id, self.manifest.get("run")) and self.manifest["run"] != run_id:
             raise UserError(f"{self.path}: a checkpoint of another run, which was copied here")
         for name in dict.fromkeys((MODEL_FILE, STATE_TENSORS_FILE, STATE_FILE, *self.manifest["files"])):
@@ -212,13 +222,9 @@ class VerifiedCheckpoint:
             tensors = safetensors.torch.load_file(self.path / name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{self.path / name}: cannot be read ({error})") from None
-        if name == MODEL_FILE:
-            for key, tensor in tensors.items():
-                if tensor.is_floating_point() and not tensor.isfinite().all():
-                    raise UserError(
-                        f"{self.path / name}: {key} holds numbers that are not finite: the training diverged; use "
-                        f"another checkpoint"
-                    )
+        for key, tensor in tensors.items():
+            if name == MODEL_FILE and tensor.is_floating_point() and not tensor.isfinite().all():
+                raise UserError(f"{self.path / name}: {key} is not finite: the training diverged; {OTHERWISE}")
         return tensors
 
     def state(self) -> JsonObject:
@@ -228,16 +234,12 @@ class VerifiedCheckpoint:
 
     def check_belongs(self, model: JsonObject, vocabulary: Path) -> None:
         """Refuse a model configuration or a vocabulary other than the one that the weights belong to."""
-        known, sha256 = self.manifest.get("vocabulary_sha256"), _sha256_if_there(vocabulary)
-        if known is not None and sha256 is None:
-            raise UserError(f"{vocabulary}: missing; restore it from a copy")
-        if known is not None and known != sha256:
-            raise UserError(
-                f"{vocabulary}: altered: its sha256 is not the one it had when {self.path.name} was written; restore "
-                f"it from a copy"
-            )
+        here, known = weights_identity(model, vocabulary), self.manifest.get("vocabulary_sha256")
+        if known is not None and known != here["vocabulary_sha256"]:
+            kind = "altered" if vocabulary.exists() else "missing"
+            raise UserError(f"{vocabulary}: {kind} since {self.path.name} was written; restore it from a copy")
         written = self.manifest.get("model") or {}
-        for name, value in _plain(model).items():
+        for name, value in here["model"].items():
             # The weights do not depend on the backend: backends differ only in rounding.
             if name != "attention" and name in written and written[name] != value:
                 raise UserError(
@@ -261,34 +263,9 @@ class VerifiedCheckpoint:
                 raise UserError(f"{path}: {kind}: {size} bytes, the manifest says {n_bytes}; {OTHERWISE}")
             if file_sha256(path) != sha256:
                 raise UserError(f"{path}: altered: its sha256 is not the one in the manifest; {OTHERWISE}")
-        except FileNotFoundError:
-            raise UserError(f"{path}: missing from the checkpoint; {OTHERWISE}") from None
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({reason_of(error)}); {OTHERWISE}") from None
         self._verified.add(name)
-
-
-def read_manifest(checkpoint: Path) -> JsonObject:
-    """Read a checkpoint's manifest, and check its format, sha256 and step."""
-    path = checkpoint / MANIFEST_FILE
-    if not path.is_file():
-        raise UserError(f"{checkpoint}: not a whole checkpoint ({MANIFEST_FILE} is missing)")
-    manifest = _json_object(path)
-    if manifest.get("format") != _FORMAT:
-        raise UserError(
-            f"{checkpoint}: a checkpoint of format {manifest.get('format')!r}; this version reads format {_FORMAT}"
-        )
-    for name, kind in (("step", int), ("files", dict), ("model", dict)):
-        if type(manifest.get(name, {} if name == "model" else None)) is not kind:
-            raise UserError(f"{path}: damaged (its {name} is {manifest.get(name)!r})")
-    for name in map(PurePosixPath, manifest["files"]):
-        if name.is_absolute() or ".." in name.parts:
-            raise UserError(f"{path}: names a file outside of its directory ({name})")
-    if manifest.get("sha256") != _own_sha256(manifest):
-        raise UserError(f"{path}: altered: its sha256 is wrong; {OTHERWISE}")
-    if checkpoint_name(manifest["step"]) != checkpoint.name:
-        raise UserError(f"{path}: the manifest is of step {manifest['step']}, the directory of another; {OTHERWISE}")
-    return manifest
 
 
 def _own_sha256(manifest: JsonObject) -> str:
@@ -337,11 +314,7 @@ def _deleted(checkpoint: Path) -> bool:
 
 
 def remove_later(folder: Path, step: int) -> None:
-    """Delete the checkpoints of all steps after `step`, so that training does not resume from them.
-
-    Raises:
-        UserError: if a checkpoint can be neither deleted nor renamed.
-    """
+    """Delete, or else set aside, the checkpoints after `step`, so that training does not resume from them."""
     for name in checkpoint_names(folder):
         if checkpoint_step(name) > step and not _deleted(folder / name) and (folder / name).exists():
             set_aside(folder / name)

@@ -30,7 +30,7 @@ def open_run_corpus(
         run: directory of the run.
         vocabulary: vocabulary of the run.
         options: data settings to change, by their full names: {"data.corpus": "my.txt"}.
-        data_dir: directory of prepared corpora; None: the default directory.
+        data_dir: directory of prepared corpora.
         whole: True to read the user's own text as one split, "all".
         quiet: True to write no progress to standard error.
     """
@@ -85,27 +85,20 @@ def training_tokens(
 ) -> Tokens:
     """Return the training split of the corpus that a run was trained on.
 
-    Args:
-        run: directory of the run.
-        vocabulary: vocabulary of the run.
-        corpus: an opened corpus. Its training split is returned if the run was trained on this corpus, or, with a
-            note, if the log does not name the training corpus (imported model).
-        data_dir: directory of prepared corpora; None: the default directory.
-        quiet: True to write no progress to standard error.
+    This is `corpus`, if the run was trained on it or, with a note, if the log does not name its corpus (an imported
+    model); else the run's corpus is opened.
 
     Raises:
         UserError: if the text has changed since training, or is not known and `corpus` has no training split.
     """
     identity = run.log().trained_on.get("identity")
-    if identity is not None and identity != corpus.info()["identity"]:
+    if identity not in (None, corpus.info()["identity"]):
         corpus = open_run_corpus(run, vocabulary, data_dir=data_dir, quiet=quiet)
         if identity != corpus.info()["identity"]:
             raise UserError(f"{corpus.name} is not the text that {run.path} was trained on, which is needed here")
     if "train" not in corpus.splits:
-        raise UserError(
-            f"the training text is needed here, but {run.path} is an imported model that does not record it; give a "
-            f"text with a train split"
-        )
+        but = f"{run.path} is an imported model that does not record it"
+        raise UserError("the training text is needed here", but=but, remedy="give a text with a train split")
     if identity is None and not is_trained_on(run, corpus):
         note = f"note: the training text of {run.path} is not recorded; the train split of {corpus.name} is used for it"
         say(note, quiet=False)
@@ -120,27 +113,19 @@ def trained_unknown(run: RunDirectory) -> float | None:
 
 def shared_vocabulary(runs: Sequence[RunDirectory]) -> Vocabulary | None:
     """Return the common vocabulary of all runs; refuse runs with different vocabularies."""
-    first, *others = runs
-    shared = first.vocabulary()
-    for run in others:
-        vocabulary = run.vocabulary()
-        if vocabulary != shared:
-            theirs, ours = ("no vocabulary" if v is None else f"{v.kind} tokens" for v in (vocabulary, shared))
-            difference = f" ({theirs}, not {ours})" if theirs != ours else ""
-            raise UserError(
-                f"{run.path} has another vocabulary than {first.path}{difference}; their losses cannot be compared: "
-                f"expected runs with one vocabulary"
-            )
+    shared = runs[0].vocabulary()
+    for run in runs[1:]:
+        if run.vocabulary() != shared:
+            problem = f"{run.path} has another vocabulary than {runs[0].path}; their losses cannot be compared"
+            raise UserError(problem, expected="runs with one vocabulary")
     return shared
 
 
 def refuse_different_corpora(runs: Sequence[RunDirectory]) -> None:
     """Refuse runs that were trained on different corpora, as there is then no default corpus to compare the runs on."""
-    trained_on: dict[str, RunDirectory] = {}
-    for run in runs:
-        identity = run.log().trained_on.get("identity")
-        trained_on.setdefault(identity or absolute_path(run.config().data.corpus), run)
-    if len(trained_on) > 1:
-        described = ", ".join(f"{run.path}: {run.config().data.corpus or 'none'}" for run in trained_on.values())
-        remedy = ("choose one for all with ", Field("data.corpus"))
-        raise UserError(f"the runs have different corpora ({described})", remedy=remedy)
+    corpora = {
+        run.log().trained_on.get("identity") or absolute_path(run.config().data.corpus): run.path for run in runs
+    }
+    if len(corpora) > 1:
+        problem = f"the runs have different corpora: {', '.join(map(str, corpora.values()))}"
+        raise UserError(problem, remedy=("choose one for all with ", Field("data.corpus")))

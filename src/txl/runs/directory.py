@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,9 @@ from portalocker import LockFlags
 
 from txl.config import RunConfig, model_from_dict
 from txl.errors import Field, UserError
-from txl.files import JsonObject, opened, read_json, write_whole
+from txl.files import JsonObject, opened, read_json, with_null, write_whole
 from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint, checkpoint_name, checkpoint_names, checkpoint_step
-from txl.runs.events import EventName
-from txl.runs.log import RunLog, append_event
+from txl.runs.events import EventName, RunLog, fields_of
 
 if TYPE_CHECKING:  # a run is described without PyTorch, which takes seconds to import
     import torch
@@ -72,10 +71,6 @@ class RunDirectory:
         """Write config.json."""
         write_whole(self.config_path, json.dumps(config.to_dict(), indent=1) + "\n")
 
-    def write_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """Write vocabulary.json."""
-        vocabulary.save(self.path / "vocabulary.json")
-
     def vocabulary(self) -> Vocabulary | None:
         """Read the run's vocabulary; None for an imported model without a vocabulary."""
         from txl.data.vocabularies import load_vocabulary
@@ -85,7 +80,22 @@ class RunDirectory:
 
     def append(self, event: EventName, step: int, **fields: object) -> None:
         """Append an event to the log, as one line; `fields` must be declared for the event in `EVENTS`."""
-        append_event(self.path / "log.jsonl", event, step, **fields)
+        assert fields.keys() <= fields_of(event), f"{event}: {fields.keys() - fields_of(event)} are not declared"
+        path, values = self.path / "log.jsonl", {"event": event, "step": step, "time": time.time(), **fields}
+        line = json.dumps(with_null(values), ensure_ascii=False) + "\n"
+        try:
+            with open(path, "ab+") as file:
+                # `txl eval` may write while the run trains; some network file systems have no locks.
+                with suppress(portalocker.LockException):
+                    portalocker.lock(file, LockFlags.EXCLUSIVE)
+                # A crash may have torn the last line: the next event begins on a line of its own.
+                if file.tell() > 0:
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        line = "\n" + line
+                file.write(line.encode("utf-8", errors="replace"))
+        except OSError as error:
+            raise UserError(f"{path}: the log cannot be written ({error.strerror})") from None
 
     def log(self) -> RunLog:
         """Read the log."""
@@ -121,35 +131,23 @@ class RunDirectory:
         return self.checkpoints / names[-1] if names else None
 
     def checkpoint(self, which: str | int | None = None) -> Path:
-        """Return the directory of a checkpoint.
-
-        Args:
-            which: "best", "latest", or the number of a step; None: best, else latest.
-        """
+        """Return the directory of a checkpoint: "best", "latest", or the number of a step; None: best, else latest."""
         which = ("best" if (self.path / "best").exists() else "latest") if which is None else str(which)
-        if which in ("best", "latest"):
-            path = self.pointer(which)
-        elif which.isascii() and which.isdecimal():
-            path = self.checkpoints / checkpoint_name(int(which))
-        else:
+        is_pointer, is_step = which in ("best", "latest"), which.isascii() and which.isdecimal()
+        if not (is_pointer or is_step):
             raise UserError(field="checkpoint", value=which, expected="best, latest or the number of a step")
-        if path is None or not path.is_dir():
-            raise self._no_checkpoint(which)
-        return path
-
-    def _no_checkpoint(self, which: str) -> UserError:
-        """Return the error for a checkpoint that is not there."""
-        steps = [str(checkpoint_step(name)) for name in checkpoint_names(self.checkpoints)]
+        path = self.pointer(which) if is_pointer else self.checkpoints / checkpoint_name(int(which))
+        if path is not None and path.is_dir():
+            return path
+        steps = ", ".join(str(checkpoint_step(name)) for name in checkpoint_names(self.checkpoints))
         if not steps:
             restore = f"restore its folder {self.checkpoints.name} from a copy"
             remedy = restore if self.log().started is None else ("train it with ", Field("out", self.path))
-            return UserError("has no checkpoint", value=self.path, remedy=remedy)
-        if which in ("best", "latest"):
-            choose = ("choose a step with ", Field("checkpoint"), f" ({' or '.join(steps)})")
-            remedy = (*choose, f", or restore {which} from a copy")
-            return UserError("names no checkpoint", value=self.path / which, remedy=remedy)
-        but = f"{self.path} has the steps {', '.join(steps)}"
-        return UserError(field="checkpoint", value=int(which), but=but)
+            raise UserError("has no checkpoint", value=self.path, remedy=remedy)
+        if is_pointer:
+            remedy = ("choose a step with ", Field("checkpoint"), f" ({steps}), or restore {which} from a copy")
+            raise UserError("names no checkpoint", value=self.path / which, remedy=remedy)
+        raise UserError(field="checkpoint", value=int(which), but=f"{self.path} has the steps {steps}")
 
     def load(
         self, checkpoint: Path | None = None, device: str = "cpu", attention: str | None = None
@@ -174,17 +172,14 @@ class RunDirectory:
         config, vocabulary = self.config(), self.vocabulary()
         verified.check_belongs(dataclasses.asdict(config.model), self.path / "vocabulary.json")
         bias = tensors.get("softmax.bias")
-        if bias is None:
-            raise UserError(f"{checkpoint}: not the weights of a model of this version (softmax.bias is missing)")
-        if vocabulary is not None and len(vocabulary) != len(bias):
-            raise UserError(
-                f"{self.path}: the vocabulary has {len(vocabulary)} tokens, the checkpoint {len(bias)}; "
-                f"they do not belong together"
-            )
+        if bias is None or (vocabulary is not None and len(vocabulary) != len(bias)):
+            size = "none" if bias is None else len(bias)
+            tokens = "any" if vocabulary is None else len(vocabulary)
+            raise UserError(f"{checkpoint}: softmax.bias has {size} tokens, the vocabulary {tokens}; {_RESTORE}")
+        shape = config.model
+        if attention is not None:
+            shape = model_from_dict(dataclasses.asdict(shape) | {"attention": attention})
         with torch.device("meta"):  # spends no time and no random numbers on weights that are replaced
-            shape = config.model
-            if attention is not None:
-                shape = model_from_dict(dataclasses.asdict(shape) | {"attention": attention})
             model = build_model(shape, len(bias))
         # Copies are aligned in memory: the last bit of a product must not depend on a tensor's place in the file.
         load_weights(model, {name: tensor.clone() for name, tensor in tensors.items()}, str(checkpoint), assign=True)
@@ -205,18 +200,21 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Lock this directory during the `with` block, so that no other process trains in it."""
         path = self.path / ".lock"
-        try:
-            file = open(path, "w")  # noqa: SIM115 (closed below)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-        with file, _opened_directory(self.path) as directory:
-            self._lock(file.fileno(), f"{path}: no lock")
-            if directory is not None:  # a user may take the file for stale and delete it
-                self._lock(directory, None)
+        with ExitStack() as stack:
+            try:
+                locks = [stack.enter_context(open(path, "w")).fileno()]
+            except OSError as error:
+                raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+            with suppress(OSError):  # Windows cannot open directories
+                # The directory, too: a user may take the file for stale and delete it.
+                locks.append(os.open(self.path, os.O_RDONLY))
+                stack.callback(os.close, locks[-1])
+            for descriptor in locks:
+                self._lock(descriptor)
             yield
 
-    def _lock(self, descriptor: int, note: str | None) -> None:
-        """Lock an open file until it is closed; print `note` if the file system does not support locks."""
+    def _lock(self, descriptor: int) -> None:
+        """Lock an open file until it is closed."""
         for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds the lock briefly to test it
             try:
                 portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
@@ -224,25 +222,10 @@ class RunDirectory:
             except portalocker.AlreadyLocked:
                 time.sleep(0.05)
             except (OSError, portalocker.LockException) as error:  # some network file systems have no locks
-                if note is not None:
-                    print(f"note: {note} ({error}); start no second training here", file=sys.stderr)
+                print(f"note: {self.path}: no lock ({error}); start no second training here", file=sys.stderr)
                 return
         remedy = ("wait for it or use another ", Field("out"))
         raise UserError("another process is training here", value=self.path, remedy=remedy)
-
-
-@contextmanager
-def _opened_directory(path: Path) -> Iterator[int | None]:
-    """Yield the descriptor of an open directory; None if the system cannot open directories (Windows)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        yield None
-        return
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def load(
@@ -265,16 +248,10 @@ def load(
 
 def load_weights(model: torch.nn.Module, tensors: dict[str, torch.Tensor], source: str, assign: bool = False) -> None:
     """Copy weights into a model, or make the model use the given tensors themselves (`assign`)."""
-    wanted = model.state_dict()
-    for name, tensor in wanted.items():
-        if name not in tensors:
-            raise UserError(f"{source}: the weights lack {name}; the configuration describes another model")
-        if tensors[name].shape != tensor.shape:
-            raise UserError(
-                f"{source}: {name} has shape {list(tensors[name].shape)}, the configuration "
-                f"(n_head, d_head, d_model, ...) needs {list(tensor.shape)}"
-            )
-    extra = sorted(set(tensors) - set(wanted))
-    if extra:
-        raise UserError(f"{source}: the weights hold {extra[0]}, which the configuration has no place for")
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    for name in sorted(wanted.keys() | tensors.keys()):
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != wanted.get(name):
+            expected = f"the configuration describes {wanted.get(name, 'none')}"
+            raise UserError(f"{source}: the weights' {name} has the shape {found}; {expected}")
     model.load_state_dict(tensors, assign=assign)

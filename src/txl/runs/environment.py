@@ -14,9 +14,13 @@ from txl.files import JsonObject
 
 
 def describe_hardware(device: str) -> JsonObject:
-    """Return a description of processor, cores, threads, memory and compute device."""
+    """Return a description of processor (with its vector instructions on Linux), cores, threads, memory and device."""
+    flags, name = cpu_flags(), platform.processor() or platform.machine()
+    if named := cpu_fields():
+        widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+        name = " ".join([named.get("model name", platform.machine()), *widest])
     described: JsonObject = {
-        "cpu": _cpu_name(),
+        "cpu": name,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_bytes": _main_memory(),
@@ -45,10 +49,7 @@ def memory_bytes(device: str) -> float:
 
 
 def _main_memory() -> int | None:
-    """Return the machine's memory in bytes; None if the system does not report it (Windows)."""
-    if not hasattr(os, "sysconf"):
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None  # Windows
 
 
 def multiplies_bfloat16(device: str) -> bool:
@@ -56,12 +57,3 @@ def multiplies_bfloat16(device: str) -> bool:
     if device.startswith("cuda"):
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())
-
-
-def _cpu_name() -> str:
-    """Return the processor's name; on Linux also its vector instructions from AVX2 on."""
-    named, flags = cpu_fields(), cpu_flags()
-    if not named:
-        return platform.processor() or platform.machine()
-    widest = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
-    return " ".join([named.get("model name", platform.machine()), *widest])

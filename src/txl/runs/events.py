@@ -1,4 +1,4 @@
-"""Events of a run's log: their names, and the fields of each event's line in log.jsonl.
+"""The log of a run, log.jsonl: names and fields of its events, and the reading of the whole log.
 
 Every line is an object with `event`, `step` and `time`, and the fields of its event. `EVENTS` is the only list of
 events and fields: `RunDirectory.append` accepts no others, and `select` returns typed lines to readers.
@@ -7,42 +7,21 @@ Losses are in nats per token, times in seconds. A `NotRequired` field is missing
 """
 
 import functools
+import math
+import typing
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from types import UnionType
-from typing import Any, NotRequired, TypedDict, TypeVar, cast, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, NotRequired, Self, TypedDict, TypeVar, cast
 
-from txl.files import JsonObject
-
-
-class EventName(StrEnum):
-    """Value of `event` in a line of the log."""
-
-    START = "start"
-    RESUME = "resume"
-    EXTEND = "extend"
-    REFUSED = "refused"
-    TRAIN = "train"
-    VALID = "valid"
-    CHECKPOINT = "checkpoint"
-    SAVE_FAILED = "save failed"
-    AVERAGE = "average"
-    SKIPPED = "skipped"
-    SPIKE = "spike"
-    ROLLBACK = "rollback"
-    STOP = "stop"
-    END = "end"
-    IMPORT = "import"
-    EVAL = "eval"
-    SWEEP = "sweep"
-    CACHE = "cache"
-    DYNAMIC = "dynamic"
-    SAMPLE = "sample"
-    COMPRESSION = "compression"
-    DEMO = "demo"
-
+from txl.errors import UserError
+from txl.files import JsonObject, opened, parsed_json
 
 _LATEST = 1e11  # seconds since 1970 of a time in the year 5138; no calendar holds much later ones
+# Fields in which null stands for infinity or NaN, which JSON cannot represent.
+_FIGURES = ("loss", "grad_norm", "nll", "ppl", "bpc")
 
 
 class LogEvent(TypedDict):
@@ -133,10 +112,9 @@ class ExtendEvent(LogEvent):
 
 
 class ReasonEvent(LogEvent):
-    """A checkpoint cannot be used and is set aside (`refused`), a checkpoint cannot be written (`save failed`), or
-    training stops before its end (`stop`)."""
+    """A checkpoint is set aside (`refused`) or cannot be written (`save failed`), or training stops early (`stop`)."""
 
-    reason: str  # reason in words; for `stop`, the name of the signal or "not finite"
+    reason: str  # in words; for `stop`, the name of the signal or "not finite"
 
 
 class TrainEvent(LogEvent):
@@ -230,10 +208,6 @@ class CheckpointEvent(LogEvent):
     best: bool  # true if the checkpoint is the best so far
     copy_seconds: float  # time for which training waited while its state was copied
     write_seconds: float
-
-
-class AverageEvent(LogEvent):
-    """From this step on, the weights of every step are averaged."""
 
 
 class SkippedEvent(LogEvent):
@@ -342,67 +316,59 @@ class DemoEvent(LogEvent):
     seconds: float  # time of the whole command, with preparation, training, evaluation, texts and report
 
 
-# Fields of each event's line.
-EVENTS: dict[EventName, type[LogEvent]] = {
-    EventName.START: StartEvent,
-    EventName.RESUME: StartEvent,
-    EventName.EXTEND: ExtendEvent,
-    EventName.REFUSED: ReasonEvent,
-    EventName.TRAIN: TrainEvent,
-    EventName.VALID: ValidEvent,
-    EventName.CHECKPOINT: CheckpointEvent,
-    EventName.SAVE_FAILED: ReasonEvent,
-    EventName.AVERAGE: AverageEvent,
-    EventName.SKIPPED: SkippedEvent,
-    EventName.SPIKE: SpikeEvent,
-    EventName.ROLLBACK: RollbackEvent,
-    EventName.STOP: ReasonEvent,
-    EventName.END: EndEvent,
-    EventName.IMPORT: ImportEvent,
-    EventName.EVAL: EvalEvent,
-    EventName.SWEEP: SweepEvent,
-    EventName.CACHE: CacheEvent,
-    EventName.DYNAMIC: DynamicEvent,
-    EventName.SAMPLE: SampleEvent,
-    EventName.COMPRESSION: CompressionEvent,
-    EventName.DEMO: DemoEvent,
-}
+class EventName(StrEnum):
+    """Value of `event` in a line of the log, and the type of that line."""
 
+    line: type[LogEvent]
+
+    def __new__(cls, name: str, line: type[LogEvent]) -> Self:  # noqa: D102
+        member = str.__new__(cls, name)
+        member._value_, member.line = name, line
+        return member
+
+    START = "start", StartEvent
+    RESUME = "resume", StartEvent
+    EXTEND = "extend", ExtendEvent
+    REFUSED = "refused", ReasonEvent
+    TRAIN = "train", TrainEvent
+    VALID = "valid", ValidEvent
+    CHECKPOINT = "checkpoint", CheckpointEvent
+    SAVE_FAILED = "save failed", ReasonEvent
+    AVERAGE = "average", LogEvent  # from this step on, the weights of every step are averaged
+    SKIPPED = "skipped", SkippedEvent
+    SPIKE = "spike", SpikeEvent
+    ROLLBACK = "rollback", RollbackEvent
+    STOP = "stop", ReasonEvent
+    END = "end", EndEvent
+    IMPORT = "import", ImportEvent
+    EVAL = "eval", EvalEvent
+    SWEEP = "sweep", SweepEvent
+    CACHE = "cache", CacheEvent
+    DYNAMIC = "dynamic", DynamicEvent
+    SAMPLE = "sample", SampleEvent
+    COMPRESSION = "compression", CompressionEvent
+    DEMO = "demo", DemoEvent
+
+
+EVENTS: dict[EventName, type[LogEvent]] = {name: name.line for name in EventName}
 EventT = TypeVar("EventT", bound=LogEvent)
 
 
 def select(events: Iterable[Mapping[str, object]], kind: type[EventT], name: EventName | None = None) -> list[EventT]:
-    """Return the lines of one kind of event, in order.
-
-    Args:
-        events: lines of a log.
-        kind: type of the events, which defines their fields.
-        name: name of the event, if several events have this type; None: all of them.
-    """
+    """Return the lines of one kind of event, in order; of one name, if several events have this type."""
     names = {other for other, fields in EVENTS.items() if fields is kind} if name is None else {name}
     return [cast("EventT", event) for event in events if event["event"] in names]
 
 
 def fields_of(name: EventName) -> frozenset[str]:
     """Return the fields that an event may have, without the fields that every line has."""
-    kind = EVENTS[name]
-    return (kind.__required_keys__ | kind.__optional_keys__) - LogEvent.__required_keys__
-
-
-def is_complete(event: Mapping[str, object]) -> bool:
-    """Return whether a line has the required fields of its event, and values of the declared types at any depth.
-
-    The line of an unknown event, which a later version may have written, needs the fields of every line.
-    """
-    name = event.get("event")
-    kind = EVENTS.get(cast("EventName", name), LogEvent) if isinstance(name, str) else LogEvent
-    return fits(event, kind) and 0 <= cast("float", event["time"]) < _LATEST
+    return (name.line.__required_keys__ | name.line.__optional_keys__) - LogEvent.__required_keys__
 
 
 def fits(value: object, hint: Any) -> bool:
     """Return whether a JSON value has a declared type; a TypedDict may have further entries."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if is_typeddict(hint):
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if typing.is_typeddict(hint):
         return isinstance(value, dict) and all(
             fits(value[name], field) if name in value else name not in hint.__required_keys__
             for name, field in _hints_of(hint).items()
@@ -416,4 +382,73 @@ def fits(value: object, hint: Any) -> bool:
     return hint is Any or type(value) is hint or (hint is float and type(value) is int)
 
 
-_hints_of = functools.cache(get_type_hints)
+_hints_of = functools.cache(typing.get_type_hints)
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The lines of a run's log."""
+
+    events: list[JsonObject]  # in order, with NaN for null in `_FIGURES`
+    torn: int  # number of lines that are left out: cut off by a crash, or without fields of their event
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a log; a missing file is an empty log.
+
+        A line needs the fields of its event with values of the declared types at any depth. The line of an unknown
+        event, which a later version may have written, needs the fields of every line.
+        """
+        try:
+            with opened(path) as file:
+                text = file.read().decode("utf-8", errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            return cls([], 0)
+        except OSError as error:
+            raise UserError(f"{path}: the log cannot be read ({error.strerror})") from None
+        # Not splitlines, which would also split at U+2028 and similar characters that a logged text may hold.
+        lines, events = [line for line in text.split("\n") if line.strip()], []
+        for line in lines:
+            try:
+                event = _with_nan(parsed_json(line))
+            except ValueError:
+                continue
+            name = event.get("event")
+            kind = EVENTS.get(cast("EventName", name), LogEvent) if isinstance(name, str) else LogEvent
+            if fits(event, kind) and 0 <= event["time"] < _LATEST:
+                events.append(event)
+        return cls(events, len(lines) - len(events))
+
+    @property
+    def started(self) -> StartEvent | None:
+        """The newest `start` event; None for an imported model."""
+        return next(reversed(select(self.events, StartEvent, EventName.START)), None)
+
+    @property
+    def resumed(self) -> StartEvent | None:
+        """The newest `start` or `resume` event."""
+        return next(reversed(select(self.events, StartEvent)), None)
+
+    @property
+    def is_import(self) -> bool:
+        """True for an imported model that was not trained here."""
+        return self.started is None and bool(select(self.events, ImportEvent))
+
+    @property
+    def run_id(self) -> str | None:
+        """Unique identifier of the run; None for an imported model."""
+        return None if self.started is None else self.started["run"]
+
+    @property
+    def trained_on(self) -> JsonObject:
+        """Record of the training corpus (`Corpus.info`); empty for an imported model."""
+        return {} if self.started is None else cast("JsonObject", self.started["corpus"])
+
+
+def _with_nan(event: Any) -> JsonObject:
+    """Return an event, or a row of a sweep, with NaN for null in `_FIGURES`; what is no object becomes an empty one."""
+    if not isinstance(event, dict):
+        return {}
+    if isinstance(rows := event.get("rows"), list):
+        event = event | {"rows": [_with_nan(row) if isinstance(row, dict) else row for row in rows]}
+    return event | {name: math.nan for name in _FIGURES if event.get(name, 0) is None}

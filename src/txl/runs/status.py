@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.runs.checkpoints import VerifiedCheckpoint, checkpoint_names
 from txl.runs.directory import RunDirectory
-from txl.runs.events import EventName, TrainEvent, ValidEvent, select
-from txl.runs.log import RunLog
+from txl.runs.events import EventName, RunLog, TrainEvent, ValidEvent, select
 from txl.units import duration, metric
 
 _ATTEMPTS = 5  # to list and verify checkpoints, if training deletes one in the meantime
@@ -52,48 +49,45 @@ class RunStatus:
     def lines(self) -> list[str]:
         """Return the status as lines of text."""
         share = f"{self.step:,} of {self.steps:,} ({100 * self.step / max(1, self.steps):.1f}%)"
-        lines = [f"{self.directory}: {self.state}", f"step             {share}"]
+        rows: list[tuple[str, object]] = [("step", share)]
         for label, nll in (("loss", self.loss), ("validation", self.valid_nll)):
             if nll is not None:
-                name, value = metric(self.unit or "", nll)
-                lines.append(f"{label:16} {nll:.4f} nats, {name} {value}")
+                rows.append((label, f"{nll:.4f} nats, {' '.join(metric(self.unit or '', nll))}"))
         if self.tokens_per_second is not None:
-            lines.append(f"speed            {self.tokens_per_second:,.0f} tokens/s")
+            rows.append(("speed", f"{self.tokens_per_second:,.0f} tokens/s"))
         if self.seconds_since_last_event is not None:
-            lines.append(f"last event       {duration(self.seconds_since_last_event)} ago")
+            rows.append(("last event", f"{duration(self.seconds_since_last_event)} ago"))
         good = self.last_good_checkpoint
-        lines.append(f"last checkpoint  {'none' if good is None else f'{good}, verified now'}")
-        lines.append(f"best checkpoint  {self.best_checkpoint or 'none'}")
-        lines.append(f"restarts         {self.restarts}")
-        counts = (
+        rows.append(("last checkpoint", "none" if good is None else f"{good}, verified now"))
+        rows.append(("best checkpoint", self.best_checkpoint or "none"))
+        rows.append(("restarts", self.restarts))
+        counts: list[tuple[str, object]] = [
             ("skipped updates", self.skipped),
             ("loss spikes", self.spikes),
             ("rollbacks", self.rollbacks),
             ("failed saves", self.failed_saves),
             ("torn log lines", self.torn_lines),
-        )
-        lines += [f"{label:16} {count}" for label, count in counts if count]
-        lines += [f"refused          {reason}" for reason in self.refused]
-        return lines
+        ]
+        rows += [row for row in counts if row[1]] + [("refused", reason) for reason in self.refused]
+        return [f"{self.directory}: {self.state}", *(f"{label:16} {value}" for label, value in rows)]
 
 
 def run_status(path: Path) -> RunStatus:
     """Read the status of a run directory."""
     directory = RunDirectory(path)
     steps, log = directory.config().train.steps, directory.log()
-    events = log.events
+    events, best = log.events, directory.pointer("best")
     good, refused = _good_checkpoint(directory, log.run_id)
-    best = directory.pointer("best")
-    train, valid = select(events, TrainEvent)[-1:], select(events, ValidEvent)[-1:]
+    train, valid = select(events, TrainEvent), select(events, ValidEvent)
     counts = Counter(event["event"] for event in events)
     return RunStatus(
         directory=str(path),
         state=_state(directory, log),
         step=next((event["step"] for event in reversed(events) if event["event"] in _TELL_STEP), 0),
         steps=steps,
-        loss=_number(train, "loss"),
-        valid_nll=_number(valid, "nll"),
-        tokens_per_second=_number(train, "tokens_per_second"),
+        loss=train[-1]["loss"] if train else None,
+        valid_nll=valid[-1]["nll"] if valid else None,
+        tokens_per_second=train[-1]["tokens_per_second"] if train else None,
         seconds_since_last_event=max(0.0, time.time() - events[-1]["time"]) if events else None,
         last_good_checkpoint=good,
         best_checkpoint=best.name if best is not None and best.is_dir() else None,
@@ -126,10 +120,7 @@ def _state(directory: RunDirectory, log: RunLog) -> str:
 
 
 def _good_checkpoint(directory: RunDirectory, run_id: str | None) -> tuple[str | None, list[str]]:
-    """Return the newest intact checkpoint, and the reasons why newer ones cannot be used.
-
-    The search is repeated if training deletes a checkpoint that is being verified.
-    """
+    """Return the newest intact checkpoint, and the reasons why newer ones cannot be used."""
     refused: list[str] = []
     for _ in range(_ATTEMPTS):
         refused, is_stale = [], False
@@ -139,14 +130,10 @@ def _good_checkpoint(directory: RunDirectory, run_id: str | None) -> tuple[str |
                 VerifiedCheckpoint(path).verify(run_id)
                 return name, refused
             except UserError as error:
-                is_stale |= not path.exists()
                 if path.exists():
                     refused.append(str(error))
+                else:  # training has deleted it in the meantime
+                    is_stale = True
         if not is_stale:
             break
     return None, refused
-
-
-def _number(events: Sequence[Mapping[str, object]], name: str) -> float | None:
-    """Return a figure of the last of the events; None without events."""
-    return cast("float", events[-1][name]) if events else None

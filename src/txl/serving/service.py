@@ -18,7 +18,7 @@ from txl.files import JsonObject
 from txl.generation.engine import DecodeEngine
 from txl.models.language_model import LanguageModel
 from txl.native.build import identity
-from txl.runs.digests import model_digest
+from txl.runs.checkpoints import model_digest
 from txl.serving.requests import ApiError, Limits, Metrics
 from txl.serving.scheduler import Scheduler
 from txl.serving.texts import Texts

@@ -1,4 +1,4 @@
-"""Faster training steps: layers compiled by `torch.compile`, and whole steps recorded as CUDA graphs.
+"""The model that is trained, and its faster steps: layers compiled by `torch.compile`, steps recorded as CUDA graphs.
 
 A recorded step launches its thousands of kernels at the cost of one launch.
 
@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from txl.config import RecurrentConfig, RunConfig, TrainConfig
+from txl.config import ModelConfig, RecurrentConfig, RunConfig, TrainConfig
+from txl.data.vocabulary import Vocabulary
 from txl.devices import Captured, sent
 from txl.errors import Field, UserError
+from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.models.loss import TailRows
@@ -31,45 +33,22 @@ WARM = 3  # eager steps with the same shapes before a step is recorded, in which
 _ROOM, _MULTIPLE = 1.25, 64
 
 
-def compile_layers(model: FamilyModel, device: str) -> str | None:
-    """Compile the layers of a model for training; all other parts and the names of the weights stay unchanged.
-
-    All layers share one compiled graph, so that compilation takes the time of one layer, not of the whole model. A QRNN
-    has one graph for each shape of a layer's weights. Each graph serves segments of any length from the start, and does
-    not include the recurrence (`models.recurrent`). Evaluation uses a view of the model whose layers run eagerly.
-
-    Returns:
-        Reason why this machine has no working compiler, in one line; None if the layers were compiled.
-    """
-    reason = _compiler_missing(device)
-    if reason is None:
-        # `Module.compile` keeps the module and so the names of its weights; `torch.compile(layer)` would wrap it.
-        for layer in model.get_submodule("layers").children():
-            layer.compile(dynamic=model.compiles_any_length)
-    return reason
-
-
-def _compiler_missing(device: str) -> str | None:
-    """Compile a small function, and return the first line of the error if compilation fails, else None."""
-    factor = random.Random().random()  # a new constant, not in any cache; PyTorch's generator is not used
-
-    def small(values: Tensor) -> Tensor:
-        return (values * factor).relu() + 1
-
-    try:
-        torch.compile(small)(torch.ones(8, device=device))
-    except Exception as error:  # every exception here comes from the compiler
-        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        return lines[0].strip()
-    return None
+def check_trainable(run: RunConfig, device: str) -> None:
+    """Refuse a configuration that cannot be trained on a device (UserError)."""
+    train = run.train
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        problem = "training is not supported, because the device's random numbers are not saved with the run"
+        raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cpu")))
+    FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
+    if train.capture:
+        check_capture(run, device)
+    if train.tf32 and not device.startswith("cuda"):
+        but = f"this run trains on {device}, and TF32 needs an NVIDIA GPU"
+        raise UserError(field="train.tf32", value=True, but=but, remedy="leave it out")
 
 
 def check_capture(run: RunConfig, device: str) -> None:
-    """Refuse a configuration or device whose steps cannot be recorded as a CUDA graph.
-
-    Raises:
-        UserError: if so, naming the reason.
-    """
+    """Refuse a configuration or device whose steps cannot be recorded as a CUDA graph (UserError)."""
     train, reason = run.train, ""
     if not device.startswith("cuda"):
         reason = f"this run trains on {device}, and recorded steps need an NVIDIA GPU"
@@ -92,6 +71,41 @@ def can_capture(run: RunConfig, device: str) -> bool:
     except UserError:
         return False
     return run.train.backprop_segments == 1
+
+
+def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, train: TrainConfig) -> FamilyModel:
+    """Return a new model of a vocabulary (or its size V) in training mode on a device.
+
+    Its initial weights come from the global random generators. The choice of attention depends on `dtype` and `capture`
+    of the training configuration; the weights are float64 with `dtype` "float64", else float32.
+    """
+    dtype = getattr(torch, train.dtype)
+    if train.capture:
+        model = FAMILIES[type(model)].for_captured_steps(model, device, dtype)
+    built = build_model(model, vocabulary, device, dtype).to(device).train()
+    return built.double() if train.dtype == "float64" else built
+
+
+def compile_layers(model: FamilyModel, device: str) -> str | None:
+    """Compile the layers of a model for training; all other parts and the names of the weights stay unchanged.
+
+    All layers share one compiled graph, so that compilation takes the time of one layer, not of the whole model. A QRNN
+    has one graph for each shape of a layer's weights. Each graph serves segments of any length from the start, and does
+    not include the recurrence (`models.recurrent`). Evaluation uses a view of the model whose layers run eagerly.
+
+    Returns:
+        Reason why this machine has no working compiler, in one line; None if the layers were compiled.
+    """
+    factor = random.Random().random()  # a new constant, not in any cache; PyTorch's generator is not used
+    try:
+        torch.compile(lambda values: (values * factor).relu() + 1)(torch.ones(8, device=device))
+    except Exception as error:  # every exception here comes from the compiler
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        return (lines or [type(error).__name__])[0]
+    # `Module.compile` keeps the module and so the names of its weights; `torch.compile(layer)` would wrap it.
+    for layer in model.get_submodule("layers").children():
+        layer.compile(dynamic=model.compiles_any_length)
+    return None
 
 
 @dataclass
@@ -132,7 +146,11 @@ class CapturedStep:
         assert inputs.lengths is None
         tokens, states = inputs.tokens, inputs.states
         hidden = [tensor for state in states for tensor in _tensors(state)]
-        filled = _filled(states, tokens.device) if config.reset_memory else []
+        filled = []
+        if config.reset_memory:
+            memories = [state for state in states if isinstance(state, Memory)]
+            counts = [memory.filled or (memory.length,) * memory.batch_size for memory in memories]
+            filled = [sent(torch.tensor(count, device="cpu"), tokens.device) for count in counts]
         # The memory's shape counts, too: a graph reads full memory, and steps with less of it run eagerly.
         shape = self._shapes.setdefault((tokens.shape, *(tensor.shape for tensor in hidden)), _Shape())
         rows = list(inputs.tail_rows or [None] * len(states))
@@ -143,30 +161,26 @@ class CapturedStep:
             # The next replay overwrites the graph's outputs, perhaps before they are read.
             return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target)
         output = training_step(trained, optimizer, inputs, config, abandon)
-        if shape.graph is None and self._is_full(hidden, output.states):
+        after = [tensor for state in output.states for tensor in _tensors(state)]
+        # The memory is full if the step did not change its size.
+        if shape.graph is None and all(old.shape == new.shape for old, new in zip(hidden, after, strict=True)):
             shape.n_eager, shape.n_target = shape.n_eager + 1, output.n_target
-            shape.room = _larger(shape.room, rows)
+            shape.room = [_larger(most, row) for most, row in zip(shape.room or [None] * len(rows), rows, strict=True)]
             if shape.n_eager == WARM:
-                function = self._function(trained, optimizer, output.states, config, shape.room, len(filled))
-                shape.graph = Captured(function, warm_up=0, beside=self._first)
-                self._first = self._first or shape.graph
+                self._record(shape, trained, optimizer, output.states, config, len(filled))
         return output
 
-    @staticmethod
-    def _is_full(before: Sequence[Tensor], states: Sequence[State]) -> bool:
-        """Return whether the memory is full: the step did not change its size."""
-        after = [tensor for state in states for tensor in _tensors(state)]
-        return all(old.shape == new.shape for old, new in zip(before, after, strict=True))
-
-    def _function(
+    def _record(
         self,
+        shape: _Shape,
         trained: FamilyModel | TrainedModel,
         optimizer: Optimizer,
         states: Sequence[State],
         config: TrainConfig,
-        room: Sequence[TailRows | None],
         n_filled: int,
-    ) -> Callable[..., tuple[Tensor, Tensor]]:
+    ) -> None:
+        room = shape.room
+
         def step(tokens: Tensor, targets: Tensor, void: Tensor, *memory: Tensor) -> tuple[Tensor, Tensor]:
             filled, hidden = memory[:n_filled], memory[n_filled:]
             before = _with_tensors(states, hidden, filled)
@@ -178,7 +192,8 @@ class CapturedStep:
                 old.copy_(torch.where(void, old, new))
             return output.numbers, output.skipped
 
-        return step
+        shape.graph = Captured(step, warm_up=0, beside=self._first)
+        self._first = self._first or shape.graph
 
 
 def _has_room(room: Sequence[TailRows | None], rows: Sequence[TailRows | None]) -> bool:
@@ -189,29 +204,23 @@ def _has_room(room: Sequence[TailRows | None], rows: Sequence[TailRows | None]) 
     )
 
 
+def _larger(most: TailRows | None, row: TailRows | None) -> TailRows | None:
+    """Return the room in each cluster, enlarged where necessary to hold the targets counted in `row`."""
+    if row is None:
+        return None
+    enough = (-(-int(_ROOM * n) // _MULTIPLE) * _MULTIPLE for n in row)
+    return tuple(map(max, most or (0,) * len(row), enough))
+
+
 def _tensors(state: State) -> tuple[Tensor, ...]:
     """Return the tensors of a Transformer's state."""
     return state.hidden if isinstance(state, Memory) else ()
 
 
-def _filled(states: Sequence[State], device: torch.device) -> list[Tensor]:
-    """Return the number of filled positions in each lane of each memory, on the device."""
-    memories = [state for state in states if isinstance(state, Memory)]
-    filled = [memory.filled or (memory.length,) * memory.batch_size for memory in memories]
-    return [sent(torch.tensor(counts, device="cpu"), device) for counts in filled]
-
-
 def _with_tensors(
     states: Sequence[State], tensors: Sequence[Tensor], filled: Sequence[Tensor] = (), n_new: int = 0
 ) -> list[State]:
-    """Return the states with their tensors replaced by `tensors`.
-
-    Args:
-        states: states of all parts.
-        tensors: hidden states of all memories, in order.
-        filled: number of filled positions in each lane of each memory; empty: as in `states`.
-        n_new: number of tokens that were read since `states`.
-    """
+    """Return the states with other hidden states, `n_new` tokens later, or with `filled` positions in each lane."""
     left, counts, changed = list(tensors), list(filled), []
     for state in states:
         if isinstance(state, Memory):
@@ -222,17 +231,3 @@ def _with_tensors(
                 state = state.followed_by(n_new, hidden)
         changed.append(state)
     return changed
-
-
-def _larger(room: list[TailRows | None], rows: list[TailRows | None]) -> list[TailRows | None]:
-    """Return `room`, enlarged where necessary to hold the targets counted in `rows`."""
-    room = room or [None] * len(rows)
-    return [
-        None
-        if row is None
-        else tuple(
-            max(old, -(-int(_ROOM * n) // _MULTIPLE) * _MULTIPLE)
-            for old, n in zip(before or (0,) * len(row), row, strict=True)
-        )
-        for before, row in zip(room, rows, strict=True)
-    ]

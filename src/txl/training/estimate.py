@@ -16,14 +16,10 @@ from torch.utils._pytree import tree_leaves
 
 from txl.attention import BACKENDS
 from txl.config import ModelConfig, RunConfig, TrainConfig
-from txl.data.benchmarks import BENCHMARKS
 from txl.files import JsonObject
 from txl.models import build_model
-from txl.models.family import FamilyModel
 from txl.models.loss import Objective, TailRows
 from txl.native.attention import why_not_training
-
-_LARGE_VOCABULARY = 16_384  # tokens above which `softmax_hint` may advise a smaller vocabulary
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,8 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
     names_of_parts = ("embedding", "positions", "attention", "u and v", "feed-forward", "layer norm")
     names_of_parts += ("recurrent layers", "mixture", "softmax", "auxiliary")
     parts = dict.fromkeys(names_of_parts, 0)
+    inner = {"feed_forward": "feed-forward", "attention": "attention"}
+    inner |= {"lstm": "recurrent layers", "convolution": "recurrent layers"}
     for name, parameter in model.named_parameters():
         names = name.split(".")
         if names[-1] in ("u", "v"):
@@ -63,14 +61,9 @@ def parameters_by_part(model: nn.Module) -> dict[str, int]:
             part = "positions"
         elif names[-2:-1] and names[-2].endswith("norm"):
             part = "layer norm"
-        elif "feed_forward" in names:
-            part = "feed-forward"
-        elif "attention" in names:
-            part = "attention"
-        elif "lstm" in names or "convolution" in names:
-            part = "recurrent layers"
         else:
-            part = names[0] if names[0] in parts else "softmax"
+            part = next((inner[name] for name in names if name in inner), names[0])
+            part = part if part in parts else "softmax"
         parts[part] += parameter.numel()
     return {part: count for part, count in parts.items() if count}
 
@@ -86,11 +79,18 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     memory lost to fragmentation in the allocator (on a CPU, where `txl.devices` lets glibc keep freed memory, 0.1 to
     0.8 of the total was observed).
     """
-    train = run.train
+    train, shape = run.train, run.model
     with torch.device("meta"):
         model = build_model(run.model, vocab_size, device, getattr(torch, train.dtype))
     parameters = parameters_by_part(model)
-    total, shape = sum(parameters.values()), _traceable(run.model, model.attention_name)
+    total = sum(parameters.values())
+    if model.attention_name in BACKENDS:
+        # A backend that a CPU can trace, and that keeps as much: neither `compiled` nor `triton` keeps scores, and
+        # FlexAttention has no gradients on a CPU.
+        compiled = "compiled" if why_not_training("cpu", torch.float32) is None else "shifted"
+        stand_ins = {"compiled": compiled, "triton": compiled, "flex": "shifted"}
+        attention = stand_ins.get(model.attention_name, model.attention_name)
+        shape = dataclasses.replace(shape, attention=attention)  # pyright: ignore[reportCallIssue] (has backends)
     with torch.random.fork_rng(devices=[]):
         targets = ranked_tokens(vocab_size, train.batch_size // train.micro_batches, train.segment)
     rows = model.tail_rows(targets, train.loss)  # without them, sizes would depend on the numbers of tensors
@@ -100,16 +100,28 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
         two, three = (_measured(dataclasses.replace(shape, n_layer=n), train, vocab_size, rows) for n in (2, 3))
         step = two + (shape.n_layer - 2) * (three - two)
     state, activations, peak = (int(number) for number in step)
-    hidden, scratch = _hidden_by_onednn(model, train.tokens_per_step // train.micro_batches)
+
+    # oneDNN keeps activations and scratch of LSTMs in a workspace and not in tensors. Measured on a CPU: beside the
+    # outputs, four gates for each token and unit; in the backward pass of one layer, nine numbers for each token and
+    # unit, and two copies of its weights.
+    lstms = [module for module in model.modules() if isinstance(module, nn.LSTM)]
+    gates = [4 * (train.tokens_per_step // train.micro_batches) * lstm.hidden_size for lstm in lstms]
+    weights = max((sum(weight.numel() for weight in lstm.parameters()) for lstm in lstms), default=0)
+    scratch = 4 * (9 * max(gates, default=0) // 4 + 2 * weights)
+
+    matrices = model.layer_matrices() if train.optimizer == "muon" else {}
+    moments = 2 * total - sum(model.get_parameter(name).numel() for name in matrices)
+    if train.optimizer == "sgd":
+        moments = total if train.momentum > 0 else 0
     gradients = 4 * total
     copies = 2 * total if train.dtype == "bfloat16" else 0  # autocast keeps them to the end of the forward pass
     memory = {
         "weights": 4 * total + copies,
         "gradients": gradients,
-        "optimiser": 4 * _kept_by_optimiser(model, train),
+        "optimiser": 4 * moments,
         **({"averaged weights": 4 * total} if train.averages else {}),
         **({"recurrent memory": state} if state else {}),
-        "activations": max(0, activations - copies) + hidden,
+        "activations": max(0, activations - copies) + 4 * sum(gates),
         "scratch": max(0, peak - activations - gradients, scratch),
     }
     if train.capture:  # the recorded step keeps its own, beside those of steps that are not recorded
@@ -140,18 +152,13 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._count(leaf.untyped_storage())
+            storage = leaf.untyped_storage() if isinstance(leaf, Tensor) else None
+            if storage is not None and storage._cdata not in self._alive:
+                self._alive.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
         return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        identity, size = storage._cdata, storage.nbytes()
-        if identity in self._alive:
-            return
-        self._alive.add(identity)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, identity, size)
 
     def _gone(self, identity: int, size: int) -> None:
         self._alive.discard(identity)
@@ -161,33 +168,16 @@ class LiveBytes(TorchDispatchMode):
 def ranked_tokens(vocab_size: int, batch_size: int, segment: int) -> Tensor:
     """Draw token ids in the proportions of Zipf's law, in random order: int64 [B,T].
 
-    The memory of an adaptive softmax depends on the number of targets in each cluster. The proportions are exact
-    instead of sampled, so that this memory grows evenly with the length. Ids are ranks; half of all tokens are among
-    the sqrt(V) most frequent ones.
+    The proportions are exact instead of sampled, so that the memory of an adaptive softmax grows evenly with the
+    length. Ids are ranks; half of all tokens are among the sqrt(V) most frequent ones.
     """
     n_token = batch_size * segment
     quantiles = (torch.randperm(n_token) + 0.5) / n_token
     return (vocab_size**quantiles).long().sub_(1).clamp_(0, vocab_size - 1).view(batch_size, segment)
 
 
-def _traceable(model: ModelConfig, attention: str) -> ModelConfig:
-    """Return the configuration with a backend that a CPU can trace, and that keeps as much as the named backend."""
-    if attention not in BACKENDS:
-        return model
-    compiled = "compiled" if why_not_training("cpu", torch.float32) is None else "shifted"
-    # Neither `compiled` nor `triton` keeps scores. FlexAttention has no gradients on a CPU.
-    stand_in = {"compiled": compiled, "triton": compiled, "flex": "shifted"}.get(attention, attention)
-    return dataclasses.replace(model, attention=stand_in)  # pyright: ignore[reportCallIssue] (families with backends)
-
-
 def _measured(model: ModelConfig, train: TrainConfig, vocab_size: int, rows: TailRows | None) -> np.ndarray:
     """Measure one part of a step on fake tensors: the same code and the same shapes, without numbers and memory.
-
-    Args:
-        model: configuration of the model, with a backend that a CPU can trace.
-        train: configuration of the training.
-        vocab_size: number of tokens in the vocabulary.
-        rows: number of targets in each tail cluster, as in `Objective`.
 
     Returns:
         Bytes of the states of all lanes before and after the step; bytes that the forward pass keeps for the backward
@@ -208,52 +198,3 @@ def _measured(model: ModelConfig, train: TrainConfig, vocab_size: int, rows: Tai
         storages = [tensor.untyped_storage() for tensor in state.to_tensors().values() if tensor.is_floating_point()]
         after = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
     return np.array([(before + after) * train.micro_batches, kept - after, live.peak - weights - before - after])
-
-
-def _hidden_by_onednn(model: nn.Module, n_token: int) -> tuple[int, int]:
-    """Return the bytes of activations and scratch of LSTMs, which oneDNN keeps in a workspace and not in tensors.
-
-    These were measured on a CPU: beside the outputs, four gates for each token and unit; in the backward pass of one
-    layer, nine numbers for each token and unit, and two copies of its weights.
-    """
-    lstms = [module for module in model.modules() if isinstance(module, nn.LSTM)]
-    gates = [4 * n_token * lstm.hidden_size for lstm in lstms]
-    copies = [2 * sum(weight.numel() for weight in lstm.parameters()) for lstm in lstms]
-    widest, largest = max(gates, default=0), max(copies, default=0)
-    return 4 * sum(gates), 4 * (9 * widest // 4 + largest)
-
-
-def softmax_hint(run: RunConfig, vocab_size: int, parameters: dict[str, int], device: str) -> str | None:
-    """Return advice if the softmax takes most of the arithmetic on a CPU, else None.
-
-    Args:
-        run: configuration of the run.
-        vocab_size: size V of the vocabulary.
-        parameters: number of parameters of the model, by part.
-        device: device that the run trains on.
-    """
-    model = run.model
-    if device != "cpu" or model.cutoffs or vocab_size <= _LARGE_VOCABULARY:
-        return None
-    softmax = vocab_size * (model.d_embed or model.d_model) * model.n_softmax  # products per target
-    layers = sum(parameters.get(part, 0) for part in ("attention", "feed-forward", "recurrent layers", "mixture"))
-    if softmax < layers:
-        return None
-    adaptive = f"model.cutoffs {vocab_size // 10},{vocab_size // 3} (adaptive softmax) keeps all"
-    smaller = {"word": "data.max_words 8000 keeps the most frequent", "bpe": "data.vocab_size 4096 makes fewer"}
-    ways = [adaptive]
-    if run.data.unit in smaller and run.data.corpus not in BENCHMARKS:
-        ways.insert(0, smaller[run.data.unit])
-    return (
-        f"{softmax / (softmax + layers):.0%} of a step's products are the softmax over {vocab_size:,} tokens, which is "
-        f"slow on a CPU; {', '.join(ways)}"
-    )
-
-
-def _kept_by_optimiser(model: FamilyModel, train: TrainConfig) -> int:
-    """Return how many numbers the optimiser's state holds."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    if train.optimizer == "sgd":
-        return total if train.momentum > 0 else 0
-    matrices = model.layer_matrices() if train.optimizer == "muon" else {}
-    return 2 * total - sum(model.get_parameter(name).numel() for name in matrices)

@@ -7,7 +7,6 @@ host reading the flag, also in a recorded CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +108,7 @@ class Optimizer:
         )
         adam(
             list(parameters),
-            _gradients(parameters),
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             first,
             second,
             [],
@@ -132,7 +131,7 @@ class Optimizer:
         buffers = [self.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
         sgd(
             list(parameters),
-            _gradients(parameters),
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
             buffers,
             # PyTorch's fused SGD does not serve shards, nor momentum if a parameter has its first gradient later than
             # others (a tail cluster without targets). None: PyTorch chooses the best of its other implementations.
@@ -158,10 +157,13 @@ class Optimizer:
                 self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter.detach())}
             momentum, gradient = self.state[parameter]["momentum_buffer"], parameter.grad
             assert gradient is not None
-            for tensors in _divided([parameter, gradient, momentum], *group.matrices):
-                # The product X X^T is smaller for a wide X.
-                wide = tensors if tensors[0].shape[0] <= tensors[0].shape[1] else [tensor.T for tensor in tensors]
-                batches.setdefault(wide[0].shape, []).append(wide)
+            rows, columns = group.matrices
+            for of_row in zip(*(tensor.chunk(rows) for tensor in (parameter, gradient, momentum)), strict=True):
+                for tensors in zip(*(tensor.chunk(columns, dim=1) for tensor in of_row), strict=True):
+                    # The product X X^T is smaller for a wide X.
+                    is_wide = tensors[0].shape[0] <= tensors[0].shape[1]
+                    wide = [tensor if is_wide else tensor.T for tensor in tensors]
+                    batches.setdefault(wide[0].shape, []).append(wide)
         for shape, batch in batches.items():
             size = _MOST_AT_ONCE // shape.numel() + 1
             for first in range(0, len(batch), size):
@@ -190,17 +192,6 @@ class Optimizer:
         torch._foreach_mul_(matrices, 1 - rate * group.weight_decay)  # pyright: ignore[reportPrivateImportUsage]
         moves = moves.to(momentum.dtype) * (rate * (0.2 * scale))
         torch._foreach_sub_(matrices, list(moves.unbind()))  # pyright: ignore[reportPrivateImportUsage]
-
-
-def _gradients(parameters: list[nn.Parameter]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _divided(tensors: list[Tensor], rows: int, columns: int) -> Iterator[list[Tensor]]:
-    """Yield the matrices in tensors of one shape, as views: `rows` below and `columns` beside one another."""
-    for of_row in zip(*(tensor.chunk(rows) for tensor in tensors), strict=True):
-        for parts in zip(*(tensor.chunk(columns, dim=1) for tensor in of_row), strict=True):
-            yield list(parts)
 
 
 def orthogonalised(matrices: Float[Tensor, "N I O"]) -> Float[Tensor, "N I O"]:
@@ -239,25 +230,18 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tenso
 
 
 def load_optimizer_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Load an optimiser's state from the result of `optimizer_tensors`.
-
-    Raises:
-        UserError: if the state is of other parameters, other shapes or another optimiser.
-    """
+    """Load the result of `optimizer_tensors`; a state of another model or optimiser raises UserError."""
     parameters = dict(model.named_parameters())
     state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    other = UserError("the optimiser's state in the checkpoint belongs to another model")
     for key, value in tensors.items():
         name, _, moment = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None or (moment != "step" and value.shape != parameter.shape):
-            raise _other_model()
+            raise other
         dtype = torch.float32 if moment == "step" else parameter.dtype
         state.setdefault(parameter, {})[moment] = value.to(parameter.device, dtype)
     for group in optimizer.groups:
         if len({frozenset(state[parameter]) for parameter in group.parameters if parameter in state}) > 1:
-            raise _other_model()
+            raise other
     optimizer.state = state
-
-
-def _other_model() -> UserError:
-    return UserError("the optimiser's state in the checkpoint belongs to another model")

@@ -1,26 +1,17 @@
-"""The pace of training: the figures of a step, the speed, and the time left."""
+"""Time in training: the speed, the time left, and the end of a run that was planned for a number of minutes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+from txl.runs.events import EventName
+from txl.training.saver import CheckpointSaver
+from txl.training.state import TrainingSetup, TrainingState
 
-@dataclass(frozen=True)
-class StepFigures:
-    """Figures of a run after a step."""
-
-    step: int
-    loss: float  # mean nats per target since the last log line
-    tokens_per_second: float
-    learning_rate: float
-    grad_norm: float
-    seconds_left: float
-    tokens: int  # number of targets trained on since the run began
-    tokens_read: int  # number of tokens read since the run began
-    elapsed: float  # seconds spent on the run since it began
+# Factors of `train.planned_minutes` beyond which a run is early or late.
+_EARLY, _LATE = 0.9, 1.1
 
 
 class Pace:
@@ -59,3 +50,53 @@ class Pace:
     def seconds_left(self, steps: int) -> float:
         """Estimate the seconds that `steps` more steps will take, including the work between them."""
         return steps * (time.perf_counter() - self._began) / self.steps
+
+
+class PlannedEnd:
+    """The time at which a planned run is to end (`train.planned_minutes`).
+
+    A run that was chosen for a number of minutes changes its number of steps to end in time, where nothing but the
+    learning rate depends on that number.
+    """
+
+    def __init__(self, setup: TrainingSetup, saver: CheckpointSaver):
+        train = setup.run.train
+        self._setup, self._saver = setup, saver
+        self._planned = None if train.planned_minutes is None else 60 * train.planned_minutes
+        is_free = train.checkpoint_every > 0 and not train.averages and train.patience is None
+        self._is_adjusted = setup.run.is_planned and is_free
+        self._timed_from: tuple[int, float] | None = None
+
+    def adjust(self, state: TrainingState) -> None:
+        """Change the number of steps, after a scheduled checkpoint, if the run would end a tenth too late or too early.
+
+        It never gets more steps than it began with. The checkpoint is complete before config.json has the new number,
+        so that a resumed run makes each step with the same number as before.
+        """
+        setup, train, processes = self._setup, self._setup.run.train, self._setup.trained.processes
+        planned, step, seconds = self._planned, state.counters.step, state.counters.seconds
+        if planned is None or not self._is_adjusted:
+            return
+        # The pace is measured from this process's first scheduled checkpoint on, because its first steps are slow.
+        if self._timed_from is None or step <= self._timed_from[0]:
+            self._timed_from = step, seconds
+            return
+        before = steps = train.steps
+        seconds_per_step = (seconds - self._timed_from[1]) / (step - self._timed_from[0])
+        if not _EARLY * planned < seconds + seconds_per_step * (before - step) < _LATE * planned:
+            started = setup.directory.log().started
+            most = before if started is None else max(before, started["config"]["train"]["steps"])
+            steps = min(most, step + max(1, int((planned - seconds) / seconds_per_step)))
+        steps = processes.most(steps)  # clocks differ, and all processes must make the same number
+        if steps == before:
+            return
+        self._saver.save(state)
+        self._saver.finish(state)
+        if processes.any(self._saver.saved_step != step):  # `train.on_save_error` let the run go on
+            return
+        train.steps = steps
+        if processes.is_first:
+            setup.directory.write_config(setup.run)
+        setup.log.record(EventName.EXTEND, step, from_steps=before, to_steps=steps, changes=["to end in time"])
+        setup.display.steps = steps
+        setup.display.message(f"note: training ends after {steps:,} steps instead of {before:,}, to end in time")

@@ -46,7 +46,7 @@ class TrainedModel:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-            self.mesh = init_device_mesh(_device_of(model).type, (processes.count,))
+            self.mesh = init_device_mesh(next(model.parameters()).device.type, (processes.count,))
             # Checkpoints are saved in the background, so saving has its own process group, and copies on the CPU.
             self._cpu_mesh = init_device_mesh("cpu", (processes.count,))
             self.saving_group = cast("torch.distributed.ProcessGroup", torch.distributed.new_group(backend="gloo"))
@@ -74,10 +74,6 @@ class TrainedModel:
             module.set_requires_gradient_sync(is_last)
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
             yield
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters, or this process's shards of them."""
-        return self.model.parameters()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -114,12 +110,8 @@ class TrainedModel:
 
         return DTensor.from_local(local.detach().cpu().clone(), self._cpu_mesh, [Shard(0)], run_check=False)
 
-    def empty_lanes(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor of all lanes, of which each process holds its own lanes."""
-        return self.of_lanes(torch.empty(len(self.processes.share(shape[0])), *shape[1:], dtype=dtype))
-
     def load_shards(self, folder: Path, targets: dict[str, Tensor]) -> None:
-        """Fill sharded or whole tensors from the safetensors files of a folder, whatever the sharding of the files."""
+        """Fill sharded or whole tensors from safetensors files, whatever their sharding."""
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -159,7 +151,3 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is sharded: each process holds a part."""
     return hasattr(tensor, "to_local")  # importing DTensor takes a second, and only FSDP2 needs it
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

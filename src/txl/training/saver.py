@@ -9,7 +9,6 @@ import time
 from torch import nn
 
 from txl.errors import Field, TrainingDiverged, UserError
-from txl.files import JsonObject
 from txl.runs.checkpoints import (
     STATE_SHARDS,
     Contents,
@@ -40,36 +39,32 @@ class CheckpointSaver:
 
     def __init__(self, setup: TrainingSetup):
         self._setup, self._directory = setup, setup.directory
-        self._writes = setup.trained.processes.is_first
-        self.belongs: JsonObject = {}  # what the weights belong to (`checkpoints.weights_identity`)
         self.saved_step: int | None = None  # step of the last checkpoint; None: `save` must write the next in any case
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def save(self, state: TrainingState, required: bool = False) -> None:
-        """Write a checkpoint, unless the last one is of this step.
+        """Write a checkpoint of a copy of the state, unless the last one is of this step.
 
-        Args:
-            state: training state; it is copied, so that training may continue.
-            required: True: return only when the checkpoint is written, because the run's work would be lost without it.
-
-        Raises:
-            TrainingDiverged: if the weights are not finite.
-            UserError: if a checkpoint cannot be written and either is required or `train.on_save_error` is "stop".
+        If it is `required`, because the run's work would be lost without it, return only when it is written, and raise
+        the UserError of a failure whatever `train.on_save_error`. Weights that are not finite raise TrainingDiverged.
         """
-        step, counters = state.counters.step, state.counters
-        if not required and not self._setup.trained.processes.any(self.saved_step != step):
+        step, counters, processes = state.counters.step, state.counters, self._setup.trained.processes
+        if not required and not processes.any(self.saved_step != step):
             return  # do not wait for the thread that writes this step
         self.finish(state)
         # All processes save or none: a process does not notice that another one could not write the last checkpoint.
-        if self._setup.trained.processes.any(self.saved_step != step):
-            self._refuse_lost_weights(state)
+        if processes.any(self.saved_step != step):
+            # Even an update with finite gradients can produce weights that are not finite.
+            if is_lost(self._setup, state.best_model):
+                self._setup.log.record(EventName.STOP, step, reason="not finite")
+                what = f"step {step}: the weights are not finite and were not saved"
+                raise TrainingDiverged(f"{what}; {last_checkpoint(self._directory)}", remedy=REMEDY)
             began = time.perf_counter()
             contents = copied_state(state, self._setup)
-            copy_seconds = time.perf_counter() - began
-            contents.belongs = self.belongs
+            contents.belongs = self._setup.belongs
             self.saved_step = step
-            write = (contents, dataclasses.replace(counters), copy_seconds)
+            write = (contents, dataclasses.replace(counters), time.perf_counter() - began)
             # A daemon, so that a second signal ends the program without waiting for a disk.
             self._thread = threading.Thread(target=self._write, args=write, name="checkpoint", daemon=True)
             self._thread.start()
@@ -88,33 +83,16 @@ class CheckpointSaver:
         try:
             self._raise()
         except UserError as error:
-            self._tolerate(error, state)
+            self.saved_step = None
+            if self._setup.run.train.on_save_error == "stop":
+                raise
+            self._setup.display.message(f"note: {error}; training goes on")
+            self._setup.log.record(EventName.SAVE_FAILED, state.counters.step, reason=str(error))
 
     def wait(self) -> None:
-        """Wait for the thread that writes.
-
-        Raises:
-            UserError: if the last checkpoint could not be written, whatever the value of `train.on_save_error`.
-        """
+        """Wait for the thread that writes; raise its error, whatever the value of `train.on_save_error`."""
         self.join()
         self._raise()
-
-    def _tolerate(self, error: UserError, state: TrainingState) -> None:
-        self.saved_step = None
-        if self._setup.run.train.on_save_error == "stop":
-            raise error
-        self._setup.display.message(f"note: {error}; training goes on")
-        self._setup.log.record(EventName.SAVE_FAILED, state.counters.step, reason=str(error))
-
-    def _refuse_lost_weights(self, state: TrainingState) -> None:
-        """Refuse to save weights that are not finite; even an update with finite gradients can produce such weights."""
-        if is_lost(self._setup, state.best_model):
-            self._setup.log.record(EventName.STOP, state.counters.step, reason="not finite")
-            raise TrainingDiverged(
-                f"step {state.counters.step}: the weights are not finite and were not saved; "
-                f"{last_checkpoint(self._directory)}",
-                remedy=REMEDY,
-            )
 
     def join(self) -> None:
         """Wait for the thread that writes, whether it succeeds or not."""
@@ -128,35 +106,34 @@ class CheckpointSaver:
             raise error
 
     def _write(self, contents: Contents, counters: Counters, copy_seconds: float) -> None:
-        try:
-            if self._writes:
-                self._write_and_point(contents, counters, copy_seconds)
-            elif contents.write_shards is not None:
-                folder = self._directory.checkpoints / f".{checkpoint_name(counters.step)}.partial" / STATE_SHARDS
-                contents.write_shards(folder)  # process 0 reports the errors
-        except BaseException as error:  # raised again in the training thread
-            self._error = error
-
-    def _write_and_point(self, contents: Contents, counters: Counters, copy_seconds: float) -> None:
+        """Write a checkpoint, or this process's shards of it; in the background thread."""
         folder, step, began = self._directory.checkpoints, counters.step, time.perf_counter()
         try:
-            written = write_checkpoint(folder, step, contents)
-        finally:
-            if contents.give_up is not None:
-                contents.give_up()  # the other processes wait for this if writing failed before the shards
-        # The pointers move before a checkpoint that they named is deleted.
-        self._directory.set_pointer("latest", written.name)
-        point_at_best(self._directory, counters.best_step)
-        seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
-        is_best = counters.best_step == step
-        self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=is_best, **seconds)
-        # The checkpoint that `best` names is kept until `best` moves: saving a better one may have failed.
-        best = self._directory.pointer("best")
-        steps = (step, counters.best_step, counters.scheduled_step, counters.scheduled_best)
-        protected = {checkpoint_name(needed) for needed in steps if needed is not None}
-        protected |= {best.name} if best else set()
-        for name in prune(folder, self._setup.run.train.keep_checkpoints, protected):
-            self._setup.display.message(f"note: {folder / name} could not be deleted; training goes on")
+            if not self._setup.trained.processes.is_first:
+                if contents.write_shards is not None:
+                    # Process 0 reports the errors.
+                    contents.write_shards(folder / f".{checkpoint_name(step)}.partial" / STATE_SHARDS)
+                return
+            try:
+                written = write_checkpoint(folder, step, contents)
+            finally:
+                if contents.give_up is not None:
+                    contents.give_up()  # the other processes wait for this if writing failed before the shards
+            # The pointers move before a checkpoint that they named is deleted.
+            self._directory.set_pointer("latest", written.name)
+            point_at_best(self._directory, counters.best_step)
+            seconds = {"copy_seconds": copy_seconds, "write_seconds": time.perf_counter() - began}
+            is_best = counters.best_step == step
+            self._setup.log.record(EventName.CHECKPOINT, step, directory=written.name, best=is_best, **seconds)
+            # The checkpoint that `best` names is kept until `best` moves: saving a better one may have failed.
+            best = self._directory.pointer("best")
+            steps = (step, counters.best_step, counters.scheduled_step, counters.scheduled_best)
+            protected = {checkpoint_name(needed) for needed in steps if needed is not None}
+            protected |= {best.name} if best else set()
+            for name in prune(folder, self._setup.run.train.keep_checkpoints, protected):
+                self._setup.display.message(f"note: {folder / name} could not be deleted; training goes on")
+        except BaseException as error:  # raised again in the training thread
+            self._error = error
 
 
 def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
@@ -171,8 +148,7 @@ def point_at_best(directory: RunDirectory, best_step: int | None) -> None:
 def newest_good(directory: RunDirectory, run_id: str | None) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the newest intact checkpoint of a run, and the reasons why newer ones were refused and set aside.
 
-    Raises:
-        UserError: if there are checkpoints and none is intact; none of them is then moved.
+    If there are checkpoints and none is intact, none is moved, and UserError is raised.
     """
     folder, refused = directory.checkpoints, []
     for name in reversed(checkpoint_names(folder)):
@@ -184,8 +160,7 @@ def newest_good(directory: RunDirectory, run_id: str | None) -> tuple[VerifiedCh
             continue
         return checkpoint, [f"{reason}; set aside as {set_aside(folder / bad).name}" for bad, reason in refused]
     if refused:
-        others = f" (and {len(refused) - 1} older checkpoints cannot be used either)" if len(refused) > 1 else ""
-        raise UserError(f"{refused[0][1]}{others}")
+        raise UserError(f"no checkpoint can be used: {'; '.join(reason for _, reason in refused)}")
     return None, []
 
 

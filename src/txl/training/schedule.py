@@ -1,9 +1,4 @@
-"""Schedules of training, as functions of the step and the validation losses; they do not need PyTorch.
-
-These are the learning rate, the end of training where the validation loss stops improving, and the step at which an
-average of the weights begins (`training.averaging`): a given step or, as in AWD-LSTM, one after which the validation
-loss stops improving (Merity et al. 2017, Section 4).
-"""
+"""Schedules of training, as functions of the step and the validation losses; they do not need PyTorch."""
 
 from __future__ import annotations
 
@@ -19,23 +14,16 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
     Linear warm-up to the peak over `warmup_steps` updates, then
 
     - cosine: half a cosine from the peak to `min_learning_rate` over the remaining updates (shifted by the warm-up, as
-      in the authors' TensorFlow code; the cosine of their PyTorch code is not shifted and jumps at the end of the
-      warm-up),
+      in the authors' TensorFlow code; the cosine of their PyTorch code jumps at the end of the warm-up),
     - inverse_sqrt: the peak times sqrt(warmup_steps / updates made), not below `min_learning_rate`,
     - constant: the peak,
-    - linear: the peak, then a line to `min_learning_rate` over the last `decay_share` of all updates (not before the
-      end of the warm-up),
+    - linear: the peak, then a line to `min_learning_rate` over the last `decay_share` of all updates,
     - steps: the peak, divided by ten after each number of updates in `decay_at`, not below `min_learning_rate`,
-    - plateau: as linear, divided by four whenever `plateau_patience` of `losses` in a row are no better than the best
-      before them (with 1 as in Zaremba et al. 2014 and others), not below `min_learning_rate`. Because of the line, a
-      run without such losses also ends at a low rate.
+    - plateau: as linear, divided by four whenever `plateau_patience` of the validation `losses` in a row are no better
+      than the best before them (with 1 as in Zaremba et al. 2014 and others), not below `min_learning_rate`. Because
+      of the line, a run without such losses also ends at a low rate.
 
     Cosine and line end where an average of the weights begins (`average_from`); the rate is constant from then on.
-
-    Args:
-        step: number of updates made before this one.
-        config: training configuration with the schedule.
-        losses: validation losses of all evaluations so far, oldest first; only plateau uses them.
     """
     peak, lowest, warmup = config.learning_rate, config.min_learning_rate, config.warmup_steps
     if step < warmup:
@@ -52,37 +40,27 @@ def learning_rate(step: int, config: TrainConfig, losses: Sequence[float] = ()) 
         line = lowest + (peak - lowest) * min(1.0, max(0.0, end - step) / max(1.0, end - begin))
         if config.schedule == "linear":
             return line
-        return max(lowest, line * 0.25 ** _plateaus(losses, config.plateau_patience))
+        plateaus = sum(waited > 0 and waited % config.plateau_patience == 0 for waited in _waits(losses))
+        return max(lowest, line * 0.25**plateaus)
     progress = min(1.0, (step - warmup) / max(1, end - warmup))
     return lowest + (peak - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def has_converged(losses: Sequence[float], config: TrainConfig) -> bool:
     """Return whether training is to stop: the last `patience` evaluations were no better than the best before them."""
-    if config.patience is None or not losses:
-        return False
-    return _waits(losses)[-1] >= config.patience
+    return config.patience is not None and bool(losses) and _waits(losses)[-1] >= config.patience
 
 
 def average_begins(step: int, losses: Sequence[float], config: TrainConfig) -> bool:
     """Return whether the average of the weights begins after this step.
 
-    Args:
-        step: number of steps made.
-        losses: validation losses of all evaluations so far, oldest first.
-        config: training configuration. With `average_from` the average begins at that step. With `average_patience` n
-            it begins when the last loss is above the best loss of evaluations that are more than n evaluations older
-            (the non-monotonic trigger, as in AWD-LSTM's code).
+    With `average_from` it begins at that step. With `average_patience` n it begins when the last loss is above the best
+    loss of evaluations that are more than n evaluations older (Merity et al. 2017, Section 4).
     """
     if config.average_from is not None:
         return step >= config.average_from
     patience = config.average_patience
     return patience is not None and len(losses) > patience + 1 and losses[-1] > min(losses[: -patience - 1])
-
-
-def _plateaus(losses: Sequence[float], patience: int) -> int:
-    """Return how often `patience` evaluations in a row were no better than the best before them."""
-    return sum(waited > 0 and waited % patience == 0 for waited in _waits(losses))
 
 
 def _waits(losses: Sequence[float]) -> list[int]:

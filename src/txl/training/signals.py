@@ -27,14 +27,11 @@ class StopRequest:
 
 @contextmanager
 def stop_requests(quiet: bool = False) -> Iterator[StopRequest]:
-    """Record the signals that ask for a stop. A second Ctrl-C or SIGTERM has the effect that it had before.
+    """Record the signals that ask for a stop; confirm the first one on standard error unless `quiet`.
 
-    That is: the command ends at once, and in a notebook Ctrl-C raises KeyboardInterrupt. SIGHUP, SIGUSR1 and SIGUSR2
-    are left alone where they are ignored (`nohup`) or the caller handles them. Only the main thread can install
-    handlers; in another thread no signal is recorded.
-
-    Args:
-        quiet: True: do not confirm the first signal to the user on standard error.
+    A second Ctrl-C or SIGTERM has the effect that it had before: the command ends at once, and in a notebook Ctrl-C
+    raises KeyboardInterrupt. SIGHUP, SIGUSR1 and SIGUSR2 are left alone where they are ignored (`nohup`) or the caller
+    handles them. Outside the main thread, which alone can install handlers, no signal is recorded.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +29,10 @@ from txl.runs.checkpoints import (
     VerifiedCheckpoint,
 )
 from txl.runs.directory import load_weights
-from txl.training.averaging import WeightAverage
 from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor, local_tensor
 from txl.training.starting import imported, start_from
-from txl.training.state import Counters, TrainingSetup, TrainingState
+from txl.training.state import Counters, TrainingSetup, TrainingState, WeightAverage
 
 SHARED = "limits"  # tensor of a state that has no lanes; all other tensors have the lanes as their first dimension
 
@@ -45,7 +43,16 @@ def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
     Process 0 returns everything that it writes. The other processes return only their shards, if there are any.
     """
     trained = setup.trained
-    processes, copied = trained.processes, _Copies()
+    processes, made = trained.processes, {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        """Copy a tensor to the CPU; a tensor with several names is copied once."""
+        if id(tensor) not in made:
+            detached = tensor.detach()
+            # The tensor is kept with its copy, so that its id stays its own.
+            made[id(tensor)] = tensor, detached.clone() if detached.device.type == "cpu" else detached.cpu()
+        return made[id(tensor)][1]
+
     weights = {name: copied(full_tensor(tensor)) for name, tensor in state.best_model.state_dict().items()}
     memory, sharded = _joined(state.memory, processes), {}
     tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(state.optimizer, state.model).items()}
@@ -64,8 +71,7 @@ def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
         elif (parts := processes.gather(tensor)) is not None:
             tensors[f"memory.{name}"] = torch.cat(parts)
     for name, generator in generator_states(setup.device).items():
-        generators = processes.gather(generator)
-        if generators is not None:
+        if (generators := processes.gather(generator)) is not None:
             tensors[f"random.{name}"] = torch.stack(generators)
     # "progress" is the name of the counters in the format of checkpoints.
     numbers: JsonObject = {"progress": asdict(state.counters), "position": state.position.to_dict()}
@@ -82,20 +88,6 @@ def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
         write_shards=writer,
         give_up=None if writer is None else writer.give_up,
     )
-
-
-class _Copies:
-    """Callable that copies tensors to the CPU; a tensor with several names is copied once."""
-
-    def __init__(self) -> None:
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._made:
-            detached = tensor.detach()
-            # The tensor is kept with its copy, so that its id stays its own.
-            self._made[id(tensor)] = tensor, detached.clone() if detached.device.type == "cpu" else detached.cpu()
-        return self._made[id(tensor)][1]
 
 
 class _ShardWriter:
@@ -128,7 +120,7 @@ class _ShardWriter:
 
 def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedCheckpoint) -> None:
     """Load a checkpoint into a training state that was built from the same configuration."""
-    numbers, where = checkpoint.state(), setup.directory.path
+    numbers, where, train = checkpoint.state(), setup.directory.path, setup.run.train
     if "imported_from" in numbers:
         raise imported(where)
     try:
@@ -145,15 +137,27 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedChec
             remedy=start_from(where),
         )
     checkpoint.check_belongs(asdict(setup.run.model), where / "vocabulary.json")
+    state.average, trained, source = None, setup.trained, str(checkpoint.path)
     try:
-        _restore_tensors(state, setup, checkpoint, averaged, n_process, counters.step)
+        if averaged is not None:
+            state.average = WeightAverage(state.model, train.average_mu)
+            state.average.count = averaged
+        tensors = _training_tensors(checkpoint, trained)
+        if trained.is_sharded:
+            trained.load_shards(checkpoint.path, dict(state.model.state_dict()))
+        else:
+            load_weights(state.best_model, checkpoint.tensors(MODEL_FILE), source)
+            if state.average is not None:
+                load_weights(state.model, _under("weights.", tensors), source)
+        load_optimizer_tensors(state.optimizer, state.model, _under("optimizer.", tensors))
+        state.memory = _divided(_under("memory.", tensors), setup)
+        _restore_generators(_under("random.", tensors), setup, n_process, counters.step)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, UserError) or is_out_of_memory(error) or is_lost_peer(error):
             raise  # the checkpoint is not to blame
         raise UserError(
             f"{checkpoint.path}: its training state is not that of this configuration{cause(error)}; {OTHERWISE}"
         ) from None
-    train = setup.run.train
     if train.follows_validation and counters.step < train.steps:
         # In an extended run, the evaluation at the former end does not count unless it was on the schedule.
         del counters.validation_losses[counters.step // train.eval_every :]
@@ -161,60 +165,30 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedChec
     state.position, state.counters = position, counters
 
 
-def _restore_tensors(
-    state: TrainingState,
-    setup: TrainingSetup,
-    checkpoint: VerifiedCheckpoint,
-    averaged: int | None,
-    n_process: int,
-    step: int,
-) -> None:
-    """Restore weights, averaged weights, optimiser, memory and random generators."""
-    trained, source = setup.trained, str(checkpoint.path)
-    state.average = None
-    if averaged is not None:
-        state.average = WeightAverage(state.model, setup.run.train.average_mu)
-        state.average.count = averaged
-    tensors = _training_tensors(checkpoint, trained)
-    if trained.is_sharded:
-        trained.load_shards(checkpoint.path, dict(state.model.state_dict()))
-    else:
-        load_weights(state.best_model, checkpoint.tensors(MODEL_FILE), source)
-        if state.average is not None:
-            load_weights(state.model, under("weights.", tensors), source)
-    load_optimizer_tensors(state.optimizer, state.model, under("optimizer.", tensors))
-    state.memory = _divided(under("memory.", tensors), setup)
-    _restore_generators(under("random.", tensors), setup, n_process, step)
-
-
 def _training_tensors(checkpoint: VerifiedCheckpoint, trained: TrainedModel) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint except the weights, as shards if the model is sharded."""
     tensors, folder = checkpoint.tensors(STATE_TENSORS_FILE), checkpoint.path / STATE_SHARDS
     if not trained.is_sharded and not folder.is_dir():
         return tensors
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # an import of a second
+
     source = folder if folder.is_dir() else checkpoint.path
     shards: dict[str, Tensor] = {}
     parameters = dict(trained.model.named_parameters())
-    for name, (shape, dtype) in shapes_in(source).items():
+    for name, entry in HuggingFaceStorageReader(str(source)).read_metadata().state_dict_metadata.items():
+        shape, dtype = entry.size, entry.properties.dtype  # pyright: ignore (an entry of a tensor)
         kind, _, rest = name.partition(".")
         parameter, is_moment = parameters.get(rest.rpartition("/")[0]), not name.endswith("/step")
         if kind == "optimizer" and trained.is_sharded and parameter is not None and is_moment:
             shards[name] = torch.zeros_like(parameter.detach())
         elif kind == "memory" and rest != SHARED and trained.is_sharded:
-            shards[name] = trained.empty_lanes(shape, dtype)
+            lanes = torch.empty(len(trained.processes.share(shape[0])), *shape[1:], dtype=dtype)
+            shards[name] = trained.of_lanes(lanes)
         elif kind in ("optimizer", "memory", "weights"):
             shards[name] = torch.empty(shape, dtype=dtype)
     trained.load_shards(source, shards)
     local = {name: local_tensor(tensor) if name.startswith("memory.") else tensor for name, tensor in shards.items()}
     return tensors | local
-
-
-def shapes_in(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return the shape and dtype of every tensor in a folder of shards or of whole files."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: (entry.size, entry.properties.dtype) for name, entry in metadata.items()}  # pyright: ignore
 
 
 def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
@@ -236,49 +210,37 @@ def _joined(states: Sequence[State], processes: Processes) -> dict[str, Tensor]:
     }
 
 
-def _divided(memory: dict[str, Tensor], setup: TrainingSetup) -> list[Any]:
-    """Return the states of this process's lanes, one for each part."""
-    train, processes, model = setup.run.train, setup.trained.processes, setup.trained.model
-    share, parts = processes.share(train.batch_size), train.micro_batches
-    size, states = len(share) // parts, []
-    _check_fits(memory, model.init_state(1).to_tensors())
-    for part in range(parts):
-        tensors = {}
-        for name, tensor in memory.items():
-            if name == SHARED:
-                tensors[name] = tensor
-                continue
-            # Sharded memory holds only this process's lanes.
-            offset = 0 if len(tensor) == len(share) else share.start
-            if len(tensor) not in (len(share), train.batch_size):
-                raise UserError(f"the checkpoint's memory has {len(tensor)} lanes; expected {train.batch_size}")
-            first = offset + part * size
-            tensors[name] = tensor[first : first + size].clone().to(setup.device)
-        states.append(model.state_from_tensors(tensors))
-    return states
-
-
-def _check_fits(memory: dict[str, Tensor], empty: dict[str, Tensor]) -> None:
-    """Refuse memory whose names, shapes or types, apart from lanes and positions, differ from the model's empty memory.
+def _divided(memory: dict[str, Tensor], setup: TrainingSetup) -> list[State]:
+    """Return the states of this process's lanes, one for each part.
 
     Raises:
-        ValueError: if a tensor does not fit; the message names the tensor.
+        ValueError: if names, shapes or types of the tensors, apart from lanes and positions, are not the model's.
     """
+    train, model = setup.run.train, setup.trained.model
+    share, empty = setup.trained.processes.share(train.batch_size), model.init_state(1).to_tensors()
     if memory.keys() != empty.keys():
         raise ValueError(f"memory of {sorted(memory)}, expected {sorted(empty)}")
+    parts: list[dict[str, Tensor]] = [{} for _ in range(train.micro_batches)]
     for name, expected in empty.items():
         tensor = memory[name]
         if name == SHARED:
             fits = torch.equal(tensor, expected)
         else:  # a dimension of 0 in the empty memory counts positions, of which there may be any number
-            shapes = zip(tensor.shape[1:], expected.shape[1:], strict=False)
-            fits = tensor.ndim == expected.ndim and all(theirs in (ours, 0) for ours, theirs in shapes)
+            sizes = zip(tensor.shape[1:], expected.shape[1:], strict=False)
+            fits = tensor.ndim == expected.ndim and all(theirs in (ours, 0) for ours, theirs in sizes)
+            fits = fits and len(tensor) in (len(share), train.batch_size)
         # Under autocast states may have a smaller dtype than the weights.
         if not fits or tensor.is_floating_point() != expected.is_floating_point():
             raise ValueError(f"memory.{name} is {tensor.dtype} {list(tensor.shape)}, which this model has no use for")
+        # Sharded memory holds only this process's lanes.
+        lanes = tensor if name == SHARED or len(tensor) == len(share) else tensor[share.start : share.stop]
+        chunks = [tensor] * len(parts) if name == SHARED else lanes.chunk(len(parts))
+        for part, chunk in zip(parts, chunks, strict=True):
+            part[name] = chunk if name == SHARED else chunk.clone().to(setup.device)
+    return [model.state_from_tensors(part) for part in parts]
 
 
-def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors whose names begin with a prefix, with the prefix removed."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
@@ -313,9 +275,3 @@ def _restore_generators(states: dict[str, Tensor], setup: TrainingSetup, n_proce
             f"note: there were {n_process} processes, now there are {processes.count}: the lanes' texts and memory are "
             f"the same, but dropout uses other random numbers"
         )
-
-
-def seed_first(seed: int, rank: int) -> None:
-    """Seed the random generators of a process at the beginning of a run, so that each process draws its own numbers."""
-    # The tuple's hash, not a seed sequence: its numbers are those of all runs of several processes so far.
-    torch.manual_seed(hash((seed, rank, 0)) % 2**63)

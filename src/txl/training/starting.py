@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -25,8 +26,6 @@ if TYPE_CHECKING:  # a directory is checked without PyTorch, which takes seconds
 _BEGUN = frozenset({"vocabulary.json", "log.jsonl", "checkpoints", "latest", "tensorboard", "not-finite.json"})
 _BEGUN_PARTIAL = re.compile(r"(vocabulary\.json|config\.json|latest|not-finite\.json)\.[0-9a-f-]+\.partial")
 _AUXILIARY = "auxiliary."  # prefix of the weights that only auxiliary losses need (`txl.models.vanilla`)
-_WRITABLE = "give a directory that can be written"
-_LISTED = 6  # largest number of changed fields that a message names
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -36,11 +35,12 @@ def make_directory(path: Path) -> list[Path]:
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "not writable")
     except OSError as error:
         remove_empty(missing)
-        raise UserError(reason_of(error), field="out", value=path, remedy=_WRITABLE) from None
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UserError("not writable", field="out", value=path, remedy=_WRITABLE)
+        remedy = "give a directory that can be written"
+        raise UserError(reason_of(error), field="out", value=path, remedy=remedy) from None
     return missing
 
 
@@ -54,15 +54,9 @@ def remove_empty(folders: list[Path]) -> None:
 def begins_here(
     directory: RunDirectory, run: RunConfig, extend: bool = False, init_from: str | Path | None = None
 ) -> bool:
-    """Return True if a new run begins in the directory, False if the stored run continues.
+    """Return True if a new run begins in a locked directory, False if the stored run continues.
 
-    If a new run begins, the files of a failed start are removed.
-
-    Args:
-        directory: locked directory, which has no files of others (`refuse_foreign`).
-        run: configuration to train.
-        extend: True if the run may have more steps than the stored one.
-        init_from: run directory whose weights a new run starts with.
+    If a new run begins, the files of a failed start are removed; `refuse_foreign` has looked for files of others.
     """
     path = directory.path
     if not directory.config_path.exists():
@@ -71,51 +65,46 @@ def begins_here(
             raise UserError(field="extend", value=True, but=but, remedy="leave it out to start one")
         remove_begun(path)
         return True
-    there_now = directory.config()
-    if not has_checkpoint(directory):
-        if init_from is not None:
-            RunDirectory(init_from).config()  # raises an error before anything is removed
-        # A run without a checkpoint (its first steps failed, say) is replaced by another one. A run that starts from
-        # given weights saves these as its first checkpoint.
-        if init_from is not None or differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
-            directory.config_path.unlink()
-            remove_begun(path)
-            return True
+    if has_checkpoint(directory):
+        refuse_other_run(directory, run, extend)
+        started = directory.log().started
+        if init_from is not None and started is not None:
+            first = started["init_from"]
+            if first is None or first != absolute(str(init_from)):
+                problem = f"the run in {path} began with {first or 'random weights'} and continues with its own weights"
+                remedy = ("leave it out, or give another ", Field("out"))
+                raise UserError(problem, field="init_from", value=init_from, remedy=remedy)
         return False
-    refuse_other_run(directory, run, extend)
-    _refuse_other_weights(directory, init_from)
-    return False
+    # A run without a checkpoint (its first steps failed, say) is replaced by another one. A run that starts from
+    # given weights saves these as its first checkpoint.
+    there_now = directory.config()
+    if init_from is not None:
+        RunDirectory(init_from).config()  # raises an error before anything is removed
+    elif not differences(there_now, with_unset_data(run, there_now), ignore=may_differ(run)):
+        return False
+    directory.config_path.unlink()
+    remove_begun(path)
+    return True
 
 
-def is_ours(directory: RunDirectory) -> bool:
-    """Return whether a trainer has used a directory; else nothing in it may be removed."""
-    return (directory.path / ".lock").exists()
-
-
-def refuse_foreign(directory: RunDirectory, was_ours: bool) -> None:
-    """Refuse a directory without a run that has files which no trainer has written."""
-    if directory.config_path.exists():
-        return
-    for path in sorted(directory.path.iterdir()):
+def refuse_foreign(directory: RunDirectory) -> bool:
+    """Refuse a directory without a run that has files which no trainer has written; return whether one has used it."""
+    was_ours = (directory.path / ".lock").exists()
+    for path in sorted(directory.path.iterdir()) if not directory.config_path.exists() else ():
         if path.name != ".lock" and not (was_ours and _is_of_a_begun_run(path)):
             problem = f"not empty and not a run directory (it contains {path.name})"
             raise UserError(problem, field="out", value=directory.path, remedy="give another directory")
+    return was_ours
 
 
-def check_directory(path: Path) -> None:
-    """Refuse a directory for a run that cannot be written or has files of others; what does not exist is not made."""
-    missing = make_directory(path)
+def check_out(path: Path, run: RunConfig | None = None, extend: bool = False) -> None:
+    """Refuse a directory that cannot be written, or has files of others or another run than `run`; make nothing."""
+    directory, missing = RunDirectory(path), make_directory(path)
     try:
-        refuse_foreign(RunDirectory(path), is_ours(RunDirectory(path)))
+        refuse_foreign(directory)
     finally:
         remove_empty(missing)
-
-
-def check_out(path: Path, run: RunConfig, extend: bool = False) -> None:
-    """Refuse a directory for a run that cannot be written or holds another run, before any computation."""
-    directory = RunDirectory(path)
-    check_directory(path)
-    if directory.config_path.exists() and has_checkpoint(directory):
+    if run is not None and directory.config_path.exists() and has_checkpoint(directory):
         refuse_other_run(directory, run, extend)
 
 
@@ -142,7 +131,7 @@ def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = Fal
         remedy = ("give another ", Field("out"), ", or go on with this run by giving ", Field("out", path), " alone")
     if not extend and not changed_fields(there_now, run, extend=True):
         remedy = ("add ", Field("extend"), " to train this one longer, or ", *remedy)
-    raise UserError(f"holds a different run: {_listed(changed)}", field="out", value=path, remedy=remedy)
+    raise UserError(f"holds a different run: {', '.join(changed)}", field="out", value=path, remedy=remedy)
 
 
 def start_from(path: Path) -> tuple[str | Field, ...]:
@@ -155,25 +144,6 @@ def imported(path: Path) -> UserError:
     """Return the error for an imported model that is to be trained on."""
     remedy = ("give another ", Field("out"), ", with ", Field("init_from", path), " to start from its weights")
     return UserError(f"{path} is an imported model, which has no training to continue", remedy=remedy)
-
-
-def refuse_imported(directory: RunDirectory) -> None:
-    """Refuse to continue an imported model."""
-    if directory.log().is_import:
-        raise imported(directory.path)
-
-
-def _refuse_other_weights(directory: RunDirectory, init_from: str | Path | None) -> None:
-    """Refuse initial weights for a run that continues and did not start from them."""
-    started = directory.log().started
-    if init_from is None or started is None:
-        return
-    first = started["init_from"]
-    if first is None or first != absolute(str(init_from)):
-        began = "random weights" if first is None else f"those of {first}"
-        problem = f"the run in {directory.path} began with {began} and continues with its own weights"
-        remedy = ("leave it out, or give another ", Field("out"))
-        raise UserError(problem, field="init_from", value=init_from, remedy=remedy)
 
 
 def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> list[str]:
@@ -190,19 +160,13 @@ def changed_fields(before: RunConfig, run: RunConfig, extend: bool = False) -> l
 
 
 def extension_changes(before: RunConfig, run: RunConfig, state: TrainingState) -> list[str]:
-    """Return the differences, often none, of an extended run from one that had all steps from the start.
-
-    Args:
-        before: configuration with the old number of steps.
-        run: configuration with the new one.
-        state: training state at which the run goes on.
-    """
+    """Return the differences, often none, of a run extended in this state from one that had all steps at first."""
     changes = []
     old, new, step, losses = before.train, run.train, state.counters.step, state.counters.validation_losses
-    averaging = new.average_lr_factor if state.average else 1.0
     # Two cosines or lines stay apart once they fall, so if the last rates are equal, all earlier ones were.
     if step > 0 and learning_rate(step - 1, old) != learning_rate(step - 1, new):
-        rates = [f"{averaging * learning_rate(step, train, losses):.3g}" for train in (old, new)]
+        factor = new.average_lr_factor if state.average else 1.0
+        rates = [f"{factor * learning_rate(step, train, losses):.3g}" for train in (old, new)]
         shape = "line" if new.schedule == "linear" else new.schedule
         changes.append(
             f"the learning rate follows the {shape} to step {new.steps} from here ({rates[1]}, it would be {rates[0]})"
@@ -254,30 +218,16 @@ def weight_changes(source: RunDirectory, run: RunConfig) -> list[str]:
 def check_same_model(source: RunDirectory, run: RunConfig, fork: bool = False) -> None:
     """Refuse weights that would have another meaning in this configuration."""
     if changed := weight_changes(source, run):
-        remedy = "set these fields to the weights' values"
-        raise UserError(
-            f"its weights are of another model: {', '.join(changed)}",
-            field="fork" if fork else "init_from",
-            value=source.path,
-            remedy=(remedy, ", or give another ", Field("out"), " instead") if fork else remedy,
-        )
-
-
-def _listed(changed: list[str]) -> str:
-    """Return changed fields in words; of many, only the first."""
-    if len(changed) <= _LISTED:
-        return ", ".join(changed)
-    return f"{', '.join(changed[: _LISTED - 1])} and {len(changed) - _LISTED + 1} more"
+        problem, field = f"its weights are of another model: {', '.join(changed)}", "fork" if fork else "init_from"
+        remedy = ("set these fields to the weights' values, or give another ", Field("out"))
+        raise UserError(problem, field=field, value=source.path, remedy=remedy)
 
 
 def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Corpus) -> str | None:
     """Load the weights of another run's best checkpoint, or of its latest if there is no best, into a new model.
 
-    Classifiers of auxiliary losses are used only in training. Classifiers that `model` lacks are left out; those that
-    the checkpoint lacks keep their initial weights.
-
-    Returns:
-        Short description of the classifiers left out or not loaded; None if both models have the same.
+    Classifiers of auxiliary losses are used only in training. Those that `model` lacks are left out, those that the
+    checkpoint lacks keep their initial weights; both are returned in words, or None.
     """
     weights = VerifiedCheckpoint(source.checkpoint()).tensors(MODEL_FILE)
     size = len(weights.get("softmax.bias", ()))
@@ -289,30 +239,8 @@ def load_initial_weights(source: RunDirectory, model: LanguageModel, corpus: Cor
     left_out, fresh = theirs - ours.keys(), ours.keys() - theirs
     weights = {name: tensor for name, tensor in weights.items() if name not in left_out}
     load_weights(model, weights | {name: ours[name] for name in fresh}, str(source.path))
-    notes = [f"{_classifiers(left_out)} left out"] if left_out else []
-    notes += [f"{_classifiers(fresh)} newly initialised"] if fresh else []
+    notes = []
+    for names, fate in ((left_out, "left out"), (fresh, "newly initialised")):
+        if count := len({name.rpartition(".")[0] for name in names}):
+            notes.append(f"classifiers of auxiliary losses {fate}: {count}")
     return ", ".join(notes) or None
-
-
-def _classifiers(names: set[str]) -> str:
-    count = len({name.rpartition(".")[0] for name in names})
-    return f"{count} classifier{'s' if count > 1 else ''} of auxiliary losses"
-
-
-def characters_seen(corpus: Corpus, source: RunDirectory | None) -> frozenset[int] | None:
-    """Return the characters that a new run of bytes or BPE tokens is trained on, for `Vocabulary.seen`.
-
-    Args:
-        corpus: corpus of the run.
-        source: run that the weights come from, whose characters count too; None: new weights.
-
-    Returns:
-        None for other units, or if the characters of the source are not recorded.
-    """
-    if corpus.unit not in ("byte", "bpe"):
-        return None
-    seen = frozenset(corpus.symbols("train"))
-    if source is None:
-        return seen
-    vocabulary = source.vocabulary()
-    return None if vocabulary is None or vocabulary.seen is None else seen | vocabulary.seen

@@ -1,13 +1,13 @@
-"""The training state, which every step changes, and the training setup, which stays the same.
-
-`TrainingState` is everything that the next step depends on: `snapshot` copies it into a checkpoint and restores it.
-`TrainingSetup` is everything that stays the same from the first step to the last.
-"""
+"""The training state, which every step changes, and the training setup, which stays the same."""
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
 
 from txl.config import RunConfig
 from txl.config.values import checked, from_plain
@@ -18,11 +18,9 @@ from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.runs.directory import RunDirectory
-from txl.training.averaging import WeightAverage
-from txl.training.display import Display
+from txl.training.display import Display, LogWriter
 from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.run_log import LogWriter
 
 _RECENT = 100  # updates for the mean and deviation of the loss; before so many updates no loss is a spike
 
@@ -41,18 +39,15 @@ class LossWatch:
         return math.inf if self.count < _RECENT else self.mean + threshold * math.sqrt(self.variance)
 
     def sees(self, loss: float, threshold: float) -> bool:
-        """Add a finite loss, in nats, to the statistics, and return whether a spike begins with this loss.
-
-        A loss above the limit is added as the limit. So a spike does not hide the next one, and a loss that stays high
-        gradually becomes the new mean.
-        """
+        """Add a finite loss, in nats, to the statistics, and return whether a spike begins with this loss."""
         limit = self.limit(threshold)
         begins = loss > limit and not self.in_spike
         self.in_spike = loss > limit
-        value = min(loss, limit)
+        # A spike counts as the limit: it does not hide the next one, and a loss that stays high becomes the new mean.
+        loss = min(loss, limit)
         self.count += 1
         weight = max(1 / self.count, 1 / _RECENT)
-        distance = value - self.mean
+        distance = loss - self.mean
         self.mean += weight * distance
         self.variance = (1 - weight) * (self.variance + weight * distance**2)
         return begins
@@ -84,25 +79,57 @@ class Counters:
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> Counters:
-        """Build counters from the result of `dataclasses.asdict`.
+        """Build counters from the result of `dataclasses.asdict`; a value of another type raises UserError."""
 
-        Raises:
-            UserError: if a value has another type.
+        def losses(value: object) -> list[float]:
+            if not isinstance(value, list):
+                raise UserError("progress.validation_losses is no list")
+            return [checked(float, loss, "progress.validation_losses") for loss in value]
+
+        return from_plain(cls, values, "progress.", {list[float]: losses})
+
+
+class WeightAverage:
+    """The running average of a model's weights, while the model itself continues training.
+
+    With the plain mean this is averaged SGD (Polyak and Juditsky 1992). The authors' moving average for Penn Treebank,
+    mu = 1/step counted from the beginning of the average, equals this plain mean.
+
+    Args:
+        model: model that is trained; the average begins as a copy of its weights.
+        mu: weight of the newest weights in the average; None: 1/n at the n-th update, the plain mean of n weights.
+    """
+
+    def __init__(self, model: FamilyModel, mu: float | None = None):
+        self.model = copy.deepcopy(model).requires_grad_(False).eval()  # averaged weights, to evaluate and to save
+        self.count = 0  # number of updates averaged so far; 0: the average is the initial copy
+        self._mu = mu
+
+    @torch.no_grad()
+    def update(self, model: FamilyModel, skipped: Tensor | None = None) -> None:
+        """Add the weights after a step to the average: average + mu (newest - average).
+
+        If `skipped`, a bool on the device that the host does not read, is true, the averaged weights stay unchanged,
+        and the caller has to set `count` back.
         """
-        return from_plain(cls, values, "progress.", {list[float]: _losses})
-
-
-def _losses(values: object) -> list[float]:
-    if not isinstance(values, list):
-        raise UserError("progress.validation_losses is no list")
-    return [checked(float, loss, "progress.validation_losses") for loss in values]
+        weight = 1 / (self.count + 1) if self._mu is None else self._mu
+        for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
+            if self.count == 0:  # the copy made at the beginning is no weight of a step
+                average.copy_(newest)
+            elif skipped is None:
+                average.lerp_(newest, weight)
+            else:
+                average.lerp_(newest, torch.where(skipped, 0.0, weight).to(average.dtype))
+        for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
+            average.copy_(newest)
+        self.count += 1
 
 
 @dataclass
 class TrainingState:
-    """Everything that the next step depends on: a run resumed from it continues as if it had never stopped.
+    """Everything that the next step depends on, except PyTorch's random generators (`snapshot`).
 
-    The state of PyTorch's global random generators is also needed; `snapshot` reads and sets it.
+    A run resumed from it continues as if it had never stopped.
     """
 
     model: FamilyModel  # the model that is trained; the class of its state depends on the family
@@ -110,7 +137,7 @@ class TrainingState:
     memory: list[State]  # state of `model` for each part of this process's lanes
     position: StreamPosition  # position of the next segment to read
     counters: Counters = field(default_factory=Counters)
-    average: WeightAverage[FamilyModel] | None = None  # the average of the weights, once it has begun
+    average: WeightAverage | None = None  # the average of the weights, once it has begun
 
     @property
     def best_model(self) -> FamilyModel:
@@ -130,10 +157,7 @@ class TrainingSetup:
     stream: LaneStream | SentenceStream
     display: Display
     log: LogWriter
-
-    def first_state(self, optimizer: Optimizer) -> TrainingState:
-        """Return the training state at the beginning of the text."""
-        return TrainingState(self.trained.model, optimizer, self.empty_memory(), self.stream.start())
+    belongs: JsonObject  # what the weights of a checkpoint belong to (`checkpoints.weights_identity`)
 
     def empty_memory(self) -> list[State]:
         """Return empty memory for each part of this process's lanes."""

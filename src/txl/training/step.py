@@ -60,9 +60,8 @@ class StepOutput(NamedTuple):
 class PendingUpdate:
     """An update that was launched, and whose figures are read when the next update was launched, too.
 
-    A GPU computes an update while the host prepares the next one. Reading the loss at once would leave the GPU without
-    work for the time of the preparation. The copy of the figures to the host begins here, behind the update and before
-    the next one, so that `result` waits for this update alone.
+    Reading the loss at once would leave a GPU without work while the host prepares the next update. The copy of the
+    figures to the host begins here, between this update and the next, so that `result` waits for this update alone.
 
     Args:
         output: tensors of the update.
@@ -102,20 +101,16 @@ def training_step(
 ) -> StepOutput:
     """Make one update of the weights: forward, backward, clip, optimiser.
 
-    The lanes are divided into as many parts as there are states. Each part has its own forward and backward pass and
-    its own memory. The gradient is that of the mean over all lanes, including those of other processes. If the
-    optimiser supports it (`skips_on_device`), an update that is not finite is skipped on the device, and this function
-    does not wait for the device.
+    The lanes are divided into as many parts as there are states, each with its own passes and memory. The gradient is
+    that of the mean over all lanes, including those of other processes. If the optimiser supports it
+    (`skips_on_device`), an update that is not finite is skipped on the device, without waiting for it.
 
     Args:
         trained: model in training mode.
         optimizer: optimiser with the learning rate of this update already set.
-        inputs: tokens, targets and states, and what else the update reads.
+        inputs: what the update reads.
         config: training configuration, of which dtype, clip and loss are used.
-        abandon: function called between two parts; if its result is true, the step is abandoned.
-
-    Raises:
-        StepAbandoned: if `abandon` returned something true.
+        abandon: called between two parts; if its result is true, the step raises StepAbandoned.
     """
     if not isinstance(trained, TrainedModel):
         trained = TrainedModel(trained)
@@ -138,7 +133,7 @@ def training_step(
         total = total + loss.detach().double() / parts
         new_states.append(new_state)
     largest = config.clip if config.clip > 0 else math.inf  # without clipping, the call still returns the norm
-    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained.parameters(), largest)).double()
+    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained.model.parameters(), largest)).double()
     # A sum is not finite if one of its terms is not, so all processes decide alike.
     total, norm_sum = (processes.sum_of(torch.stack([total, norm])) / processes.count).unbind()
     skipped = ~(total.isfinite() & norm_sum.isfinite())

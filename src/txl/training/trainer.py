@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from txl.config import ModelConfig, RunConfig, validate, with_unset_data
+from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
 from txl.data.lanes import training_stream
 from txl.devices import check_device, chosen_device, float32_products, seed_generators
@@ -28,33 +28,26 @@ from txl.processes import Processes, processes_of
 from txl.runs.checkpoints import VerifiedCheckpoint, remove_partial, weights_identity
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
-from txl.runs.events import EventName
-from txl.training.building import check_trainable, model_to_train
-from txl.training.compilation import compile_layers
-from txl.training.display import Display
-from txl.training.estimate import parameters_by_part, softmax_hint
-from txl.training.loop import TrainingLoop
+from txl.runs.events import EventName, RunLog
+from txl.training.compilation import check_trainable, compile_layers, model_to_train
+from txl.training.display import Display, LogWriter
+from txl.training.estimate import parameters_by_part
+from txl.training.loop import TrainingLoop, check_validation_split
 from txl.training.optimisers import build_optimizer
 from txl.training.parallel import TrainedModel
-from txl.training.run_log import LogWriter
 from txl.training.saver import newest_good
-from txl.training.schedule import learning_rate
-from txl.training.snapshot import seed_first
 from txl.training.starting import (
     begins_here,
     changed_fields,
-    characters_seen,
     check_same_model,
     extension_changes,
-    is_ours,
     load_initial_weights,
     make_directory,
     refuse_foreign,
     remove_begun,
     remove_empty,
 )
-from txl.training.state import TrainingSetup
-from txl.training.validation import check_validation_split
+from txl.training.state import TrainingSetup, TrainingState
 
 
 class Trainer:
@@ -88,18 +81,16 @@ class Trainer:
         self.directory = RunDirectory(out)
         self.device = chosen_device(device)
         self.data_dir, self.init_from, self.quiet = data_dir, init_from, quiet
-        self._log = self.directory.log()
-        goes_on = self.directory.newest() is not None
-        begun = self._model_begun_with() if goes_on else self.run.model
+        self.processes = Processes()
+        model, goes_on = self.run.model, self.directory.newest() is not None
+        if goes_on:
+            model = model.with_attention(_logged_attention(self.directory.log()))
         # Other backends round differently, so that the run would not go on bit for bit.
-        is_compiled = getattr(begun, "attention", None) == "compiled" and self.device == "cpu"
+        is_compiled = getattr(model, "attention", None) == "compiled" and self.device == "cpu"
         if goes_on and is_compiled and (lacks := why_not()):
             raise UserError(f"{out} was trained with compiled attention, which needs a C++ compiler: {lacks}")
-        check_trainable(dataclasses.replace(self.run, model=begun), self.device)  # before any text is fetched
+        check_trainable(dataclasses.replace(self.run, model=model), self.device)  # before any text is fetched
         check_device(self.device)
-        self._compiled = False
-        self._init_note: str | None = None
-        self.processes = Processes()
 
     @torch.inference_mode(False)
     @torch.enable_grad()
@@ -118,121 +109,120 @@ class Trainer:
             KeyboardInterrupt: after a second Ctrl-C, without saving.
             TrainingDiverged: if losses are not finite, or the model is worse than guessing at the end.
         """
+        directory, is_new = self.directory, False
         with processes_of(self.device) as (self.processes, self.device):
             self.quiet = self.quiet or not self.processes.is_first
             _check_processes(self.run, self.processes)
             if not self.processes.is_first:
                 return self._fit(self.processes.first_does("directory", lambda: False))
-            return self._fit_first()
-
-    def _fit_first(self) -> JsonObject:
-        """Run `fit` in process 0, which writes the files."""
-        made = make_directory(self.directory.path)
-        was_ours = is_ours(self.directory)
-        refuse_foreign(self.directory, was_ours)  # before a lock file makes the directory ours
-        is_new = False
-        try:
-            with self.directory.locked():
-                try:
-                    is_new = self.processes.first_does(
-                        "directory",
-                        lambda: begins_here(self.directory, self.run, self.extend, self.init_from),
-                    )
-                    return self._fit(is_new)
-                finally:
-                    if not self.directory.config_path.exists():
-                        if is_new:
-                            remove_begun(self.directory.path)
-                        if not was_ours:  # while it is locked, so that it is not another process's
+            made = make_directory(directory.path)
+            was_ours = refuse_foreign(directory)  # before a lock file makes the directory ours
+            try:
+                with directory.locked():
+                    try:
+                        is_new = self.processes.first_does(
+                            "directory", lambda: begins_here(directory, self.run, self.extend, self.init_from)
+                        )
+                        return self._fit(is_new)
+                    finally:
+                        if is_new and not directory.config_path.exists():
+                            remove_begun(directory.path)
+                        if not (was_ours or directory.config_path.exists()):
+                            # While it is locked, so that it is not another process's.
                             with suppress(OSError):
-                                (self.directory.path / ".lock").unlink(missing_ok=True)
-        finally:
-            if not self.directory.config_path.exists():
-                remove_empty(made)
+                                (directory.path / ".lock").unlink(missing_ok=True)
+            finally:
+                if not directory.config_path.exists():
+                    remove_empty(made)
 
     def would_go_on(self) -> bool:
         """Return whether the directory holds a run of this configuration and text, which `fit` would resume."""
-        stored = self.directory.config()
-        self.run = with_unset_data(self.run, stored)
-        if changed_fields(stored, self.run):
+        stored, newest = self.directory.config(), self.directory.newest()
+        run = with_unset_data(self.run, stored)
+        if changed_fields(stored, run):
             return False
-        newest = self.directory.newest()
-        identity = self._corpus(False, None).info()["identity"]
+        identity = self._corpus(run, self.directory.log()).info()["identity"]
         return newest is None or VerifiedCheckpoint(newest).state().get("corpus") == identity
 
     def _fit(self, is_new: bool) -> JsonObject:
-        source = None
-        self._log = self.directory.log()  # since it was locked
-        self._run_id = self._log.run_id or uuid.uuid4().hex
+        run, directory, processes = self.run, self.directory, self.processes
+        log, before, source = directory.log(), None, None
         if not is_new:
-            self.run = with_unset_data(self.run, self.directory.config())
-        if is_new and self.init_from is not None:
+            before = RunConfig.from_dict(processes.first_does("configuration", lambda: directory.config().to_dict()))
+            run = with_unset_data(run, before)
+            if before.train.steps != run.train.steps and before.train.planned_minutes == run.train.planned_minutes:
+                # It was planned for another number of steps.
+                run = dataclasses.replace(run, train=dataclasses.replace(run.train, planned_minutes=None))
+        elif self.init_from is not None:
             source = RunDirectory(self.init_from)
-            check_same_model(source, self.run)
-        opened: list[Corpus] = []
+            check_same_model(source, run)
         # Process 0 prepares the corpus; the others then open the prepared files.
-        self.processes.first_does("corpus", lambda: opened.append(self._corpus(is_new, source)))
-        corpus = opened[0] if opened else self._corpus(is_new, source)
+        opened: list[Corpus] = []
+        processes.first_does("corpus", lambda: opened.append(self._corpus(run, None if is_new else log, source)))
+        corpus = opened[0] if opened else self._corpus(run, None if is_new else log, source)
         # Preserve the states of the caller's random generators.
         devices = [self.device] if self.device.startswith("cuda") else []
-        precision = float32_products(self.run.train.tf32) if devices else nullcontext()
-        with torch.random.fork_rng(devices=devices), precision, self._display(corpus.unit) as display:
-            loop = self._loop(corpus, source, display, is_new)
-            if is_new:
-                self._begin(loop, source)
-            else:
-                self._go_on(loop)
+        precision = float32_products(run.train.tf32) if devices else nullcontext()
+        display = Display(corpus.unit, run.train.steps, self.quiet)
+        with torch.random.fork_rng(devices=devices), precision:
+            loop = self._start(run, before, corpus, log, source, display)
             loop.train()
-        where, step, train = self.directory.path, loop.state.counters.step, self.run.train
-        reason = "" if step == train.steps else f" (no new best in evaluations: train.patience is {train.patience})"
+        where, counters, train = directory.path, loop.state.counters, run.train
+        reason = "" if counters.step == train.steps else f" (no new best in {train.patience} evaluations)"
         following = f"txl eval {shlex.quote(str(where))}"
-        display.message(f"done: step {step} of {train.steps}{reason} in {where}; next: {following}")
-        outcome = {"directory": str(where), **asdict(loop.state.counters)}
-        return {key: outcome[key] for key in ("directory", "step", "tokens", "seconds", "best_nll", "best_step")}
+        display.message(f"done: step {counters.step} of {train.steps}{reason} in {where}; next: {following}")
+        names = ("step", "tokens", "seconds", "best_nll", "best_step")
+        return {"directory": str(where), **{name: getattr(counters, name) for name in names}}
 
-    def _display(self, unit: str) -> Display:
-        return Display(self.run.name, unit, self.run.train.steps, self.quiet)
-
-    def _corpus(self, is_new: bool, source: RunDirectory | None) -> Corpus:
-        """Open the corpus with the vocabulary that the run has, or inherits from `source`."""
-        data = self.run.data
-        vocabulary = inherited = None
+    def _corpus(self, run: RunConfig, log: RunLog | None, source: RunDirectory | None = None) -> Corpus:
+        """Open the corpus with the vocabulary that the run has, or inherits from `source`; `log` is None at first."""
+        data, vocabulary, is_inherited = run.data, None, False
         if source is not None:
-            vocabulary = inherited = source.vocabulary()
+            vocabulary, is_inherited = source.vocabulary(), True
             if vocabulary is not None and vocabulary.kind != data.unit:
                 but = f"the model of {source.path} reads {vocabulary.kind} tokens"
                 remedy = ("use ", Field("data.unit", vocabulary.kind))
                 raise UserError(field="data.unit", value=data.unit, but=but, remedy=remedy)
-        elif not is_new:
+        elif log is not None:
             vocabulary = self.directory.vocabulary()
-            started = self._log.started
-            inherited = vocabulary if started is not None and started["init_from"] else None
-
+            is_inherited = log.started is not None and log.started["init_from"] is not None
         # The byte vocabulary is always the same; preparing the corpus again yields a run's own vocabulary again.
-        if vocabulary is None or vocabulary.kind == "byte" or inherited is None:
+        if vocabulary is None or vocabulary.kind == "byte" or not is_inherited:
             corpus = open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
             if vocabulary is None or corpus.vocabulary == vocabulary:
                 return corpus
         return open_corpus(data.corpus, config=data, data_dir=self.data_dir, vocabulary=vocabulary, quiet=self.quiet)
 
-    def _model_begun_with(self) -> ModelConfig:
-        """Return the model with the attention backend in the run's log, because another would round differently."""
-        return self.run.model.with_attention(None if self._log.started is None else self._log.started["attention"])
+    def _start(
+        self,
+        run: RunConfig,
+        before: RunConfig | None,
+        corpus: Corpus,
+        log: RunLog,
+        source: RunDirectory | None,
+        display: Display,
+    ) -> TrainingLoop:
+        """Build model and loop, resume from the newest checkpoint if there is one, and write what makes a run.
 
-    def _loop(self, corpus: Corpus, source: RunDirectory | None, display: Display, is_new: bool) -> TrainingLoop:
-        train = self.run.train
+        `before` is the configuration of the run that goes on, None in a new run, which may take weights from `source`.
+        """
+        directory, processes, train = self.directory, self.processes, run.train
         seed_generators(train.seed, self.device)
-        shape = self.run.model if is_new else self._model_begun_with()
+        shape = run.model if before is None else run.model.with_attention(_logged_attention(log))
         model = model_to_train(shape, corpus.vocabulary, self.device, train)
-        self._init_note = None if source is None else load_initial_weights(source, model, corpus)
+        facts: JsonObject = {"compiled": False, "run": log.run_id or uuid.uuid4().hex}
+        facts["init_note"] = None if source is None else load_initial_weights(source, model, corpus)
+        facts["init_from"] = None if self.init_from is None else absolute(str(self.init_from))
         if train.compile:
             reason = compile_layers(model, self.device)
-            self._compiled = reason is None
+            facts["compiled"] = reason is None
             if reason:
                 display.message(f"train.compile: no working compiler here ({reason}); the layers run eagerly")
-        trained = TrainedModel(model, self.processes, train.parallel)
-        if not self.processes.is_first:  # each process draws its own dropout
-            seed_first(train.seed, self.processes.rank)
+        trained = TrainedModel(model, processes, train.parallel)
+        if not processes.is_first:
+            # Each process draws its own dropout. The tuple's hash, not a seed sequence: its numbers are those of all
+            # runs of several processes so far.
+            torch.manual_seed(hash((train.seed, processes.rank, 0)) % 2**63)
         stream = training_stream(
             corpus.tokens("train"),
             train.batch_size,
@@ -242,78 +232,45 @@ class Trainer:
             # With the full loss the first number is the segment's length, which shifts nothing.
             shift=Objective(train.loss).counted(train.segment) + train.epoch_shift,
         )
-        check_validation_split(self.run, corpus)
-        log = LogWriter(
-            self.directory,
-            writes=self.processes.is_first,
-            needed=train.on_save_error == "stop",
-            tensorboard=train.tensorboard,
-            say=display.message,
-        )
-        setup = TrainingSetup(self.run, self.directory, corpus, self.device, trained, stream, display, log)
-        return TrainingLoop(setup, setup.first_state(build_optimizer(model, train)))
+        check_validation_split(run, corpus)
+        needed, belongs = train.on_save_error == "stop", {}
+        writer = LogWriter(directory, display, writes=processes.is_first, needed=needed, tensorboard=train.tensorboard)
+        if processes.is_first:
+            if before is None:
+                vocabulary = corpus.vocabulary
+                if corpus.unit in ("byte", "bpe"):  # the characters that the run is trained on, with the source's
+                    inherited = frozenset() if source is None else getattr(source.vocabulary(), "seen", None)
+                    vocabulary.seen = None if inherited is None else inherited | set(corpus.symbols("train"))
+                vocabulary.save(directory.path / "vocabulary.json")
+            belongs = weights_identity(asdict(run.model), directory.path / "vocabulary.json", facts["run"])
+        setup = TrainingSetup(run, directory, corpus, self.device, trained, stream, display, writer, belongs)
+        state = TrainingState(model, build_optimizer(model, train), setup.empty_memory(), stream.start())
+        loop = TrainingLoop(setup, state)
 
-    def _begin(self, loop: TrainingLoop, source: RunDirectory | None) -> None:
-        """Write the files that make the directory a run; config.json is written last."""
-        if self.processes.is_first:
-            vocabulary = loop.setup.corpus.vocabulary
-            vocabulary.seen = characters_seen(loop.setup.corpus, source)
-            self.directory.write_vocabulary(vocabulary)
-        self._announce(loop, EventName.START)
-        self._note_what_belongs(loop)
-        if source is not None:
-            # With its own checkpoint the run does not depend on the source of its weights.
-            loop.saver.save(loop.state)
-            loop.saver.wait()
-        if self.processes.is_first:
-            self.directory.write_config(self.run)
-
-    def _go_on(self, loop: TrainingLoop) -> None:
         verified: list[VerifiedCheckpoint] = []  # by process 0, which hashes the files only once
-        name = self.processes.first_does("checkpoint", lambda: self._newest_good(loop.setup.display, verified))
-        if name is None:
-            self._announce(loop, EventName.START)  # the run was killed before its first checkpoint
+        newest = processes.first_does("checkpoint", lambda: self._newest_good(log, display, verified))
+        if newest is None:  # a new run, or one that was killed before its first checkpoint
+            self._announce(loop, EventName.START, facts)
+            if source is not None:
+                # With its own checkpoint the run does not depend on the source of its weights.
+                loop.saver.save(state)
+                loop.saver.wait()
         else:
-            loop.resume(verified[0] if verified else VerifiedCheckpoint(self.directory.checkpoints / name))
-            before = self.processes.first_does("configuration", lambda: self.directory.config().to_dict())
-            self._note_changes(loop, RunConfig.from_dict(before))
-            if self.processes.is_first and self.device == "cpu":
-                self._note_threads(loop.setup.display)
-            self._announce(loop, EventName.RESUME)
-        self._note_what_belongs(loop)
-        if self.processes.is_first and self.directory.config() != self.run:
-            self.directory.write_config(self.run)
+            assert before is not None
+            loop.resume(verified[0] if verified else VerifiedCheckpoint(directory.checkpoints / newest))
+            self._note_changes(loop, before, log)
+            if log.started is not None:
+                facts["init_from"] = log.started["init_from"]
+            self._announce(loop, EventName.RESUME, facts)
+        # This file makes the directory a run, so it is written last.
+        if processes.is_first and before != run:
+            directory.write_config(run)
+        return loop
 
-    def _note_changes(self, loop: TrainingLoop, before: RunConfig) -> None:
-        """Report changes of the configuration: another path of the text, another number of steps."""
-        display, step = loop.setup.display, loop.state.counters.step
-        old, new = absolute_path(before.data.corpus), self.run.data.corpus
-        if old != new:
-            display.message(f"note: {new} is the text that this run was trained on as {old}")
-        steps = before.train.steps, self.run.train.steps
-        if steps[0] != steps[1]:
-            if self.run.train.planned_minutes == before.train.planned_minutes:
-                self.run.train.planned_minutes = None  # it was planned for fewer steps
-            changes = extension_changes(before, self.run, loop.state)
-            loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
-            effect = "; ".join(changes) or "as if it had been configured so from the start"
-            display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {effect}")
-
-    def _note_threads(self, display: Display) -> None:
-        """Report another number of threads, with which the CPU's sums are rounded differently."""
-        if self._log.resumed is None:
-            return
-        old, new = self._log.resumed["hardware"]["threads"], torch.get_num_threads()
-        if old != new:
-            display.message(
-                f"note: the run was computed in {old} threads, now in {new}, which round differently; set "
-                f"OMP_NUM_THREADS={old} to go on bit for bit"
-            )
-
-    def _newest_good(self, display: Display, verified: list[VerifiedCheckpoint]) -> str | None:
+    def _newest_good(self, log: RunLog, display: Display, verified: list[VerifiedCheckpoint]) -> str | None:
         """Return the name of the checkpoint to resume from, or None, and report newer ones that cannot be used."""
         remove_partial(self.directory.checkpoints)
-        checkpoint, refused = newest_good(self.directory, self._log.run_id)
+        checkpoint, refused = newest_good(self.directory, log.run_id)
         for reason in refused:
             display.message(f"note: {reason}")
             self.directory.append(EventName.REFUSED, 0, reason=reason)
@@ -322,21 +279,33 @@ class Trainer:
         verified.append(checkpoint)
         return checkpoint.path.name
 
-    def _note_what_belongs(self, loop: TrainingLoop) -> None:
-        vocabulary = self.directory.path / "vocabulary.json"
-        loop.saver.belongs = weights_identity(asdict(self.run.model), vocabulary, self._run_id)
+    def _note_changes(self, loop: TrainingLoop, before: RunConfig, log: RunLog) -> None:
+        """Report what changes where a run goes on: the path of its text, its number of steps, the CPU's threads."""
+        run, display, step = loop.setup.run, loop.setup.display, loop.state.counters.step
+        old, new = absolute_path(before.data.corpus), run.data.corpus
+        if old != new:
+            display.message(f"note: {new} is the text that this run was trained on as {old}")
+        steps = before.train.steps, run.train.steps
+        if steps[0] != steps[1]:
+            changes = extension_changes(before, run, loop.state)
+            loop.setup.log.record(EventName.EXTEND, step, from_steps=steps[0], to_steps=steps[1], changes=changes)
+            effect = "; ".join(changes) or "as if it had been configured so from the start"
+            display.message(f"train.steps {steps[0]} -> {steps[1]}, from step {step} on: {effect}")
+        threads = None if log.resumed is None else log.resumed["hardware"]["threads"]
+        if self.device == "cpu" and threads not in (None, torch.get_num_threads()):
+            display.message(
+                f"note: the run was computed in {threads} threads, now in {torch.get_num_threads()}, which round "
+                f"differently; set OMP_NUM_THREADS={threads} to go on bit for bit"
+            )
 
-    def _announce(self, loop: TrainingLoop, event: EventName) -> None:
+    def _announce(self, loop: TrainingLoop, event: EventName, facts: JsonObject) -> None:
         """Show and log the model, the corpus and the device, if this is the process that writes."""
         if not self.processes.is_first:
             return
-        setup, model, step = loop.setup, loop.state.model, loop.state.counters.step
-        run, corpus, display = self.run, setup.corpus, setup.display
+        run, corpus, display = loop.setup.run, loop.setup.corpus, loop.setup.display
+        model, step, train = loop.state.model, loop.state.counters.step, run.train
         parameters = parameters_by_part(model)
         total = sum(parameters.values())
-        init_from = None if self.init_from is None else absolute(str(self.init_from))
-        if event == EventName.RESUME and self._log.started is not None:
-            init_from = self._log.started["init_from"]
         self.directory.append(
             event,
             step,
@@ -345,52 +314,40 @@ class Trainer:
             parameters=parameters,
             total_parameters=total,
             attention=model.attention_name,
-            compiled=self._compiled,
             hardware=describe_hardware(self.device),
             software=describe_software(),
             command=sys.argv,
-            init_from=init_from,
-            init_note=self._init_note,
             processes=self.processes.count,
-            run=self._run_id,
+            **facts,
         )
         if event == EventName.RESUME:
             start = f", going on from step {step}"
         else:
-            note = "" if self._init_note is None else f" ({self._init_note})"
-            start = "" if init_from is None else f", starting from {init_from}{note}"
-        if run.train.warmup_steps >= run.train.steps:
-            display.message(f"note: the warm-up of {run.train.warmup_steps} steps is not over when training ends")
-        begin = run.train.average_from
-        if begin is not None and learning_rate(begin, run.train) == 0:
-            display.message(
-                f"note: the learning rate is 0 from step {begin} on, where the average begins, so the weights stay as "
-                f"they are; set train.min_learning_rate, or train.schedule constant"
-            )
-        if model.attention_note is not None:
-            display.message(f"note: {model.attention_note}")
-        attention = model.attention_name + (" attention, compiled layers" if self._compiled else " attention")
-        count, engine = self.processes.count, run.train.parallel.upper()
-        together = f" in {count} processes ({engine})" if count > 1 else ""
+            note = f" ({facts['init_note']})" if facts["init_note"] else ""
+            start = f", starting from {facts['init_from']}{note}" if facts["init_from"] else ""
+        notes = [model.attention_note]
+        if train.warmup_steps >= train.steps:
+            notes.append(f"the warm-up of {train.warmup_steps} steps is not over when training ends")
+        if event == EventName.START and "test" in corpus.splits:
+            notes += corpus.notes("test", corpus.unknown_share("train"))
+        for note in filter(None, notes):
+            display.message(f"note: {note}")
+        compiled = ", compiled layers" if facts["compiled"] else ""
+        count = self.processes.count
+        together = f" in {count} processes ({train.parallel.upper()})" if count > 1 else ""
         display.message(
             f"{run.name}: {total:,} parameters, {corpus.name} in {corpus.unit} tokens, "
-            f"{attention} on {self.device}{together}{start}"
+            f"{model.attention_name} attention{compiled} on {self.device}{together}{start}"
         )
-        if event == EventName.RESUME:
-            return
-        for note in corpus.notes("test", corpus.unknown_share("train")) if "test" in corpus.splits else ():
-            display.message(f"note: {note}")
-        hint = softmax_hint(run, len(corpus.vocabulary), parameters, self.device)
-        if hint is not None:
-            display.message(f"note: {hint}")
+
+
+def _logged_attention(log: RunLog) -> str | None:
+    """Return the attention backend that a run began with, because another would round differently."""
+    return None if log.started is None else log.started["attention"]
 
 
 def _check_processes(run: RunConfig, processes: Processes) -> None:
-    """Refuse a configuration that these processes cannot train.
-
-    The batch size must be a multiple of processes times parts. Several processes cannot capture steps, or average
-    weights or use Muon when weights are sharded.
-    """
+    """Refuse a configuration that these processes cannot train."""
     train, count = run.train, processes.count
     needed = count * train.micro_batches
     if count > 1 and train.capture:
@@ -399,16 +356,9 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
     if train.batch_size % needed:
         expected = f"a multiple of {needed}: {count} processes with {train.micro_batches} parts each"
         raise UserError(field="train.batch_size", value=train.batch_size, expected=expected)
-    if count == 1 or train.parallel != "fsdp":
-        return
-    if train.averages:
-        but = "the average of the weights (train.average_from, train.average_patience) is not sharded"
-        remedy = ("use ", Field("train.parallel", "ddp"), " or no average")
-        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=remedy)
-    if train.optimizer == "muon":
-        but = "train.optimizer muon orthogonalises whole matrices, which are sharded then"
-        remedy = ("use ", Field("train.parallel", "ddp"), " or ", Field("train.optimizer", "adamw"))
-        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=remedy)
+    if count > 1 and train.parallel == "fsdp" and (train.averages or train.optimizer == "muon"):
+        but = "neither an average of the weights nor train.optimizer muon can be sharded"
+        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=("use ", Field("train.parallel", "ddp")))
 
 
 def fork_of(

@@ -26,8 +26,8 @@ from txl.files import JsonObject
 from txl.reporting.wording import short_name
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
+from txl.training.loop import check_validation_split
 from txl.training.trainer import Trainer
-from txl.training.validation import check_validation_split
 from txl.units import quality
 from txl_lab.paper.configuring import NotTrained, configure
 from txl_lab.paper.converging import Tried, UntilConverged, at_rate, tune, whole_run

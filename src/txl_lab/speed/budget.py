@@ -20,10 +20,10 @@ from txl.config import RunConfig, validate
 from txl.devices import seed_generators
 from txl.errors import UserError
 from txl.files import JsonObject
-from txl.training.averaging import WeightAverage
-from txl.training.building import model_to_train
+from txl.training.compilation import model_to_train
 from txl.training.estimate import LiveBytes, ranked_tokens
 from txl.training.optimisers import build_optimizer
+from txl.training.state import WeightAverage
 from txl.training.step import StepInputs, training_step
 
 # Number of steps to measure; the optimiser allocates its state in the first, so only the second has all tensors
