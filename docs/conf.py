@@ -149,7 +149,7 @@ def _escaped(text: str) -> str:
 
 def commands() -> str:
     """Return every command with its arguments, from the parser itself."""
-    from txl.commands.command_line import build_parser
+    from txl.commands.parser import build_parser
 
     return "\n".join(_commands(build_parser(), 2))
 

@@ -15,7 +15,7 @@ import pytest
 import txl
 from tests.conftest import options_of, small_run
 from txl.cli import main
-from txl.commands.arguments import note_lacking
+from txl.commands.options import note_lacking
 from txl.commands.output import output, print_json
 from txl.data.characters import CharVocabulary
 from txl.data.corpora import absolute_path

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from txl.cli import main
-from txl.commands.command_line import build_parser
-from txl.commands.parser import Parser
+from txl.commands.parser import Parser, build_parser
 from txl.config import RunConfig, leaf_fields
 from txl.errors import UserError
 

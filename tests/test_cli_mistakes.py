@@ -86,7 +86,7 @@ def refused(capsys):
         (["train", "stdlib-tiny", "--dry-run", "--corpus", "nowhere.txt"], "nowhere.txt: no such file or folder"),
         (["train", "stdlib-tiny", "--dry-run", "--init-from", "nowhere"],
          "--init-from nowhere: no such directory; expected a run directory"),
-        (["train", "stdlib-tiny", "--dry-run", "--fork", "--extend"], "--fork: a fork is a new run, with steps of its own; leave it or --extend out"),
+        (["train", "stdlib-tiny", "--dry-run", "--fork", "--extend"], "--fork and --extend were both given"),
         (["bench", "budget", "stdlib-tiny", "--bytes", "9", "--vocabulary", str(2**53)],
          "out of memory; use a smaller --vocabulary, model, batch, segment or memory"),
         (["bench", "budget", "stdlib-tiny", "--bytes", "99999999", "--vocabulary", "50", "--train.segment", "-5"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import txl
-from txl.commands.command_line import build_parser
+from txl.commands.parser import build_parser
 from txl.config import options
 
 DOCS = Path(__file__).parents[1] / "docs"

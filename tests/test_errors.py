@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from txl.commands.command_line import build_parser
+from txl.commands.parser import build_parser
 from txl.errors import Field, RunInterrupted, UserError
 
 

@@ -164,7 +164,7 @@ def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, mo
         (["--minutes", "nan"], "--minutes is nan"),
         (["--minutes", "inf"], "--minutes is inf"),
         (["--minutes", "soon"], "--minutes: expected a number, found 'soon'"),
-        (["stdlib-bpe", "--minutes", "5"], "PRESET stdlib-bpe: "),
+        (["stdlib-bpe", "--minutes", "5"], "--minutes and PRESET were both given"),
         (["--minutes", "5", "--train.steps", "100"], "--train.steps"),
         (["--minutes", "5", "--init-from", "elsewhere"], "--init-from"),
         (["--minutes", "5", "--extend"], "--extend"),

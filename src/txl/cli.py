@@ -15,8 +15,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from txl.commands.command_line import build_parser
-from txl.commands.parser import Parser
+from txl.commands.parser import build_parser
 from txl.errors import ProcessLost, RunInterrupted, TxlError, UserError, is_out_of_memory
 from txl.files import check_current_directory, is_full
 
@@ -47,8 +46,12 @@ def _run(argv: Sequence[str] | None) -> int:
         arguments.run(arguments)
         sys.stdout.flush()
         return 0
+    except UserError as error:
+        return _refuse(error.text(parser.chosen(arguments).name_of))
     except TxlError as error:
-        return _told(error, parser.chosen(arguments))
+        if not (isinstance(error, ProcessLost) and error.quiet):
+            _report(error.text(parser.chosen(arguments).name_of))
+        return error.exit_code if isinstance(error, RunInterrupted) else 1
     except BrokenPipeError:
         if not _reader_is_gone(sys.stdout.fileno()):
             return 1  # that of standard error, say: the command has not done its work
@@ -57,7 +60,8 @@ def _run(argv: Sequence[str] | None) -> int:
     except OSError as error:
         if error.strerror is None:
             raise
-        if error.filename is None and is_full(error) and _output_is_a_file():
+        mode = os.fstat(sys.stdout.fileno()).st_mode if error.filename is None and is_full(error) else 0
+        if stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not sys.stdout.isatty()):  # a pipe or terminal is never full
             _discard_output()
             return _refuse(f"standard output: {error.strerror}; make room, or write elsewhere")
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else error.strerror)
@@ -66,16 +70,6 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         smaller = getattr(arguments, "smaller", "model, batch, segment or memory (txl train --dry-run estimates)")
         return _refuse(f"out of memory; use a smaller {smaller}")
-
-
-def _told(error: TxlError, command: Parser) -> int:
-    """Print an error with its settings as options of the command, and return the exit code."""
-    message = error.text(command.name_of)
-    if isinstance(error, UserError):
-        return _refuse(message)
-    if not (isinstance(error, ProcessLost) and error.quiet):
-        _report(message)
-    return error.exit_code if isinstance(error, RunInterrupted) else 1
 
 
 def _refuse(message: str) -> int:
@@ -93,12 +87,6 @@ def _report(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             print(f"txl: {' '.join(message.split())}", file=sys.stderr)
-
-
-def _output_is_a_file() -> bool:
-    """Return whether standard output is a file or a device, which may be full, unlike a pipe or a terminal."""
-    mode = os.fstat(sys.stdout.fileno()).st_mode
-    return stat.S_ISREG(mode) or (stat.S_ISCHR(mode) and not sys.stdout.isatty())
 
 
 def _discard_output() -> None:

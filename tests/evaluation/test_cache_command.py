@@ -95,7 +95,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
         (["cache", "--thetas", "a"], "expected numbers separated by commas"),
         (["cache", "--split", "valid"], "both name the split valid"),
         (["cache", "--split", "no"], "no split 'no'"),
-        (["eval", "--cache-size", "5"], "needs --cache-theta and --cache-lambda too"),
+        (["eval", "--cache-size", "5"], "--cache-size was given without --cache-theta"),
         (["eval", "--cache-size", "5", "--cache-theta", "-1", "--cache-lambda", "0.1"], "theta is -1.0"),
     ],
 )

@@ -152,7 +152,7 @@ SGD = ["eval", "--dynamic", "sgd", "--dynamic-learning-rate", "0.1"]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["eval", "--dynamic", "rms"], "needs --dynamic-learning-rate; txl dynamic finds it"),
+        (["eval", "--dynamic", "rms"], "--dynamic was given without --dynamic-learning-rate"),
         (["eval", "--dynamic", "adam"], "--dynamic"),
         (["eval", "--dynamic-decay", "0.1"], "--dynamic-decay was given without --dynamic"),
         (["eval", "--dynamic-statistics-segments", "all"], "--dynamic-statistics-segments was given without --dynamic"),

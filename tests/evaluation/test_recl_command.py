@@ -174,7 +174,7 @@ def test_a_run_given_twice_is_refused(group, data_dir, capsys):
         assert main(["recl", run, again, "--data-dir", str(data_dir)]) == 2
         assert "given twice" in capsys.readouterr().err
     assert main([*recl(run), "--longest", "30", "--data-dir", str(data_dir)]) == 2
-    assert "--longest is 30; expected a multiple of --step 8" in capsys.readouterr().err
+    assert "--longest is 30; expected two context lengths or more, multiples of --step 8" in capsys.readouterr().err
 
 
 def recl(*words: str) -> list[str]:

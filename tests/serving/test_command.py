@@ -66,8 +66,8 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
         ours = httpx.post(f"{url}/generate", json=asked, timeout=30).json()
         theirs = httpx.post(f"{there}/v1/streams/{moved['id']}/generate", json=asked, headers=key, timeout=30).json()
         assert ours["tokens"] == theirs["tokens"]
-        assert "stopped; 1 stream lost, --streams DIR saves them" in ends(second, signal.SIGINT)
-        assert f"stopped; 1 stream saved in {folder}" in ends(first, signal.SIGTERM)
+        assert "stopped; streams lost: 1 (" in ends(second, signal.SIGINT)
+        assert f"stopped; streams saved in {folder}: 1" in ends(first, signal.SIGTERM)
     assert (folder / f"{made['id']}.safetensors").is_file()
 
 
@@ -77,7 +77,7 @@ def test_signals_that_end_a_program_save_the_streams_first(trained, tmp_path, na
     folder = tmp_path / "streams"
     with process(trained, "--streams", str(folder)) as (started, url):
         httpx.post(f"{url}/v1/streams", json={"text": TEXT}, timeout=30)
-        assert f"stopped; 1 stream saved in {folder}" in ends(started, getattr(signal, name))
+        assert f"stopped; streams saved in {folder}: 1" in ends(started, getattr(signal, name))
     assert len(list(folder.glob("*.safetensors"))) == 1
 
 

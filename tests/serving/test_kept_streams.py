@@ -164,7 +164,7 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
 
 
 def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path, monkeypatch):
-    from txl.commands.serve import _farewell
+    from txl.commands.serve import farewell
 
     folder = tmp_path / "streams"
     folder.mkdir()
@@ -178,7 +178,7 @@ def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path
         for seed in range(2):
             new(server, seed=seed)
         monkeypatch.setattr(Path, "write_bytes", full)
-    assert _farewell(server.kept, "streams") == "stopped; 2 streams could not be written"
+    assert farewell(server.kept, "streams") == "stopped; streams lost: 2 (streams could not be written)"
     assert [each.name for each in folder.iterdir()] == [".lock"]
 
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
-from txl.commands.parser import Commands, Parser
+from txl.commands.parser import Parser, build_parser
+from txl.config import kind_of, options
 
 _SHELLS = ("bash", "zsh")
 _FOLDERS, _FILES = ("DIR",), ("FILE", "PATH", "OUT")
-_PRESETS = {"bash": "_txl_presets", "zsh": "_txl_presets"}
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "completion",
         help="print a script that completes commands in a shell",
         example='eval "$(txl completion bash)"',
@@ -30,33 +29,23 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the script, made from the parser of the whole command line."""
     import shtab
 
-    from txl.commands.command_line import build_parser
-    from txl.config import kind_of, options
     from txl.presets import presets
 
-    words_of = {option.name: kind_of(option.hint).choices for option in options()}
+    words_of = {item.name: kind_of(item.hint).choices for item in options()}
     root = build_parser()
-    for action in _arguments(root):
-        completed: Any = action  # shtab reads an attribute that argparse does not define
-        if action.metavar in _FOLDERS:
-            completed.complete = shtab.DIRECTORY
-        elif action.metavar in _FILES:
-            completed.complete = shtab.FILE
-        elif action.dest == "preset":
-            completed.complete = _PRESETS
-        elif words_of.get(action.dest):
-            action.choices = words_of[action.dest]
-    names = " ".join(presets())
-    preamble = {
-        "bash": f'_txl_presets() {{ compgen -W "{names}" -- "$1"; }}',
-        "zsh": f"_txl_presets() {{ compadd -- {names}; }}",
-    }
-    print(shtab.complete(root, arguments.shell, preamble=preamble[arguments.shell]))
-
-
-def _arguments(parser: Parser) -> Iterator[argparse.Action]:
-    """Yield the options and arguments of a parser and of its commands, which get their summary as description."""
-    yield from parser.arguments
-    for command in parser.commands.values():
-        command.description = command.summary  # for zsh, which shows it beside the name
-        yield from _arguments(command)
+    parsers = [root]
+    for parser in parsers:  # grows by the commands of each
+        parsers += parser.commands.values()
+        parser.description = parser.summary or parser.description  # for zsh, which shows it beside the name
+        completed: Any  # shtab reads an attribute that argparse does not define
+        for completed in parser.arguments:
+            if completed.metavar in _FOLDERS:
+                completed.complete = shtab.DIRECTORY
+            elif completed.metavar in _FILES:
+                completed.complete = shtab.FILE
+            elif completed.dest == "preset":
+                completed.complete = dict.fromkeys(_SHELLS, "_txl_presets")
+            elif words_of.get(completed.dest):
+                completed.choices = words_of[completed.dest]
+    body = {"bash": 'compgen -W "{}" -- "$1"', "zsh": "compadd -- {}"}[arguments.shell].format(" ".join(presets()))
+    print(shtab.complete(root, arguments.shell, preamble=f"_txl_presets() {{ {body}; }}"))

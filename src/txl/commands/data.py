@@ -5,39 +5,36 @@ from __future__ import annotations
 import argparse
 import textwrap
 
-from txl.commands.config_options import add_config_options, config_options, data_config
-from txl.commands.options import add_data_dir, add_json
+from txl.commands.options import add_config_options, config_options, data_config, shared
 from txl.commands.output import print_json
-from txl.commands.parser import Commands
+from txl.commands.parser import Parser, option
 from txl.config import DataConfig, RunConfig, options, validate
 
-_WIDTH = 80  # characters per line that fit into any terminal
+_ACTIONS = {
+    "prepare": ("cut a text into tokens, once", "txl data prepare wikitext-103"),
+    "info": ("show counts and hashes of a corpus; prepare it if need be", "txl data info my.txt --unit word"),
+    "list": ("list the corpora that have a name", "txl data list"),
+}
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command and its three actions to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "data",
         help="prepare a corpus, or show what is known of one",
         example="txl data info my.txt --unit word",
         description="Prepare a corpus, or show what is known of one. txl train prepares its text by itself.",
     )
-    actions = parser.add_commands("action", "prepare|info|list")
-    for action, what, example in (
-        ("prepare", "cut a text into tokens, once", "txl data prepare wikitext-103"),
-        ("info", "show counts and hashes of a corpus; prepare it if need be", "txl data info my.txt --unit word"),
-    ):
-        command = actions.add_parser(action, help=what, example=example, description=f"{what[0].upper()}{what[1:]}.")
-        command.add_argument("name", metavar="NAME", help="a corpus by name (txl data list), or a file, folder or glob")
-        fields = [option.name for option in options() if option.name != "data.corpus"]  # NAME is the corpus
-        add_config_options(command, ("data",), fields=fields)
-        add_data_dir(command)
-        add_json(command)
-        command.set_defaults(run=run_open)
-    what = "list the corpora that have a name"
-    listing = actions.add_parser("list", help=what, example="txl data list", description=f"{what.capitalize()}.")
-    add_json(listing)
-    listing.set_defaults(run=run_list)
+    parser.add_commands("action", "|".join(_ACTIONS))
+    for action, (what, example) in _ACTIONS.items():
+        command = parser.add_command(action, help=what, example=example, description=f"{what.capitalize()}.")
+        if action != "list":
+            option(command, "name", "NAME", "a corpus by name (txl data list), or a file, folder or glob")
+            fields = [item.name for item in options() if item.name != "data.corpus"]  # NAME is the corpus
+            add_config_options(command, ("data",), fields=fields)
+            shared(command, "data_dir")
+        shared(command, "json")
+        command.set_defaults(run=run_list if action == "list" else run_open)
 
 
 def run_open(arguments: argparse.Namespace) -> None:
@@ -74,6 +71,6 @@ def run_list(arguments: argparse.Namespace) -> None:
         print_json({"corpora": corpora})
         return
     for corpus in corpora:
-        lines = textwrap.wrap(corpus["description"], width=_WIDTH - 15)
+        lines = textwrap.wrap(corpus["description"], width=65)  # 80 characters fit into any terminal
         print(f"{corpus['name']:14} " + f"\n{'':15}".join(lines))
     print("Or a file, folder or glob of your own: txl data info my.txt")

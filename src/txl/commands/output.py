@@ -8,19 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TextIO
+from typing import IO, Any, TextIO
 
 from txl.errors import UserError
 from txl.files import is_full, is_replaceable, remove_partials, replacing, with_null
-
-if TYPE_CHECKING:
-    from rich.measure import Measurement
-    from rich.progress import Progress
-    from rich.table import Table
-
-    from txl.runs.directory import RunDirectory
-    from txl.runs.events import EventName
+from txl.runs.checkpoints import checkpoint_step
+from txl.runs.directory import RunDirectory
+from txl.runs.events import EventName
 
 
 def print_json(value: Mapping[str, object]) -> None:
@@ -42,13 +38,7 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     """Print a title and a table on standard output; markup in the table is printed unchanged.
 
     Numbers are never cut. On a terminal that is too narrow, text is wrapped; if that is not enough, lines run over the
-    edge. In a file or a pipe, each row is one line.
-
-    Args:
-        title: title line, which may be long.
-        headings: headings of the columns.
-        rows: cells of each row.
-        text: headings of the columns that hold text instead of numbers.
+    edge. In a file or a pipe, each row is one line. `text` has the headings of columns that hold text, not numbers.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -57,85 +47,61 @@ def print_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str
     from rich.text import Text
 
     rows, console = list(rows), Console()
-
-    def made(roomy: bool) -> Table:
+    table, width = Table(), 0
+    for roomy in (True, False):  # the second is only for a terminal that is too narrow
         table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         for place, heading in enumerate(headings):
             if heading in text:
                 table.add_column(Text(heading), overflow="fold")
-            else:
-                words = [heading] if roomy else [word[:12] for word in heading.split()]
-                width = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
-                table.add_column(Text(heading), justify="right", overflow="fold", width=width)
+                continue
+            words = [heading] if roomy else [word[:12] for word in heading.split()]
+            widest = max([*map(len, words), *(len(row[place]) for row in rows)], default=1)
+            table.add_column(Text(heading), justify="right", overflow="fold", width=widest)
         for row in rows:
             table.add_row(*map(Text, row))
-        return table
-
-    def measured(table: Table) -> Measurement:
-        return Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
-
-    table, width = made(roomy=True), measured(made(roomy=True)).maximum
-    if console.is_terminal and width > console.width:
-        table = made(roomy=False)
-        width = max(console.width, measured(table).minimum)
+        least, width = Measurement.get(console, console.options.update(max_width=sys.maxsize), table)
+        if not console.is_terminal or width <= console.width:
+            break
+        width = max(console.width, least)
     print(title)
     sys.stdout.flush()
     Console(width=width).print(table)
 
 
-def progress_bar(description: str, quiet: bool) -> tuple[Progress, Callable[[int, int], None]]:
-    """Return a progress display on standard error (only on a terminal), and the function that moves it."""
+@contextmanager
+def progress_by_part(quiet: bool) -> Iterator[Callable[[str, int, int | None], None]]:
+    """Show progress on standard error (only on a terminal); yield the function that moves the bar.
+
+    It takes the name of a part of the work, how much of it is done, and of how much; a new part ends the bar before.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-    )
-    task = progress.add_task(description, total=None)
+    console, parts = Console(stderr=True), dict[str, Any]()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
 
-    def move(done: int, total: int) -> None:
-        progress.update(task, completed=done, total=total)
+        def show(part: str, done: int, total: int | None) -> None:
+            if part not in parts:
+                for task in parts.values():
+                    progress.update(task, visible=False)
+                parts[part] = progress.add_task(part, total=None)
+            progress.update(parts[part], completed=done, total=total)
 
-    return progress, move
+        yield show
 
 
-class ProgressByPart:
-    """Progress display with one bar for each part of the work; a context manager."""
-
-    def __init__(self, quiet: bool):
-        self._quiet, self._what = quiet, ""
-        self._bar: Progress | None = None
-        self._move: Callable[[int, int], None] = lambda done, total: None
-
-    def __enter__(self) -> ProgressByPart:
-        return self
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        """Move the bar of part `what`; a new part ends the bar of the part before."""
-        if what != self._what:
-            self.__exit__()
-            self._what = what
-            bar, self._move = progress_bar(what, self._quiet)
-            bar.start()
-            self._bar = bar
-        self._move(done, total)
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+@contextmanager
+def progress_bar(description: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show progress as `progress_by_part` does, with one part; the function takes how much is done, and of how much."""
+    with progress_by_part(quiet) as show:
+        show(description, 0, None)
+        yield partial(show, description)
 
 
 def record(run: RunDirectory, event: EventName, checkpoint: Path, /, **fields: object) -> None:
     """Add an event to the run's log; if the log cannot be written, print a note instead."""
-    from txl.runs.checkpoints import checkpoint_step
-
     try:
         run.append(event, checkpoint_step(checkpoint.name), **fields)
     except (OSError, UserError) as error:
@@ -160,23 +126,24 @@ def output(out: str | None, binary: bool = False, like: os.stat_result | None = 
     path = written = Path(out)
     try:
         whole = is_replaceable(path)
-        if whole:
-            for left in remove_partials(path):
-                say(f"note: {left}, which a killed process had left, was removed")
-        with replacing(path, like) if whole else nullcontext(path) as written:
-            if binary:
-                with open(written, "wb", opener=_private if like is not None and whole else None) as file:
-                    yield file
-            else:
-                with open(written, "w", encoding="utf-8", newline="\n") as file:
-                    yield file
+        for left in remove_partials(path) if whole else ():
+            say(f"note: {left}, which a killed process had left, was removed")
+        # Nobody else may read the copy of a private file until it has that file's permissions.
+        access = 0o600 if like is not None and whole else 0o666
+        encoding, newline = (None, None) if binary else ("utf-8", "\n")
+        with (
+            replacing(path, like) if whole else nullcontext(path) as written,
+            open(
+                written,
+                "wb" if binary else "w",
+                encoding=encoding,
+                newline=newline,
+                opener=lambda name, flags: os.open(name, flags, access),
+            ) as file,
+        ):
+            yield file
     except OSError as error:
         if error.filename == str(written) or (error.filename is None and is_full(error)):
             problem = f"cannot be written ({error.strerror})"
             raise UserError(problem, field="out", value=out, remedy="give another file") from None
         raise
-
-
-def _private(path: str, flags: int) -> int:
-    """Open a file that nobody else may read until it has its permissions."""
-    return os.open(path, flags, 0o600)

@@ -1,7 +1,4 @@
-"""The parser of a command line: argparse with a help that begins with an example, and errors as `UserError`.
-
-Each parser keeps a list of its options, by which the command line tells errors of the library in options.
-"""
+"""The parser of a command line: argparse with a help that begins with an example, and errors as `UserError`."""
 
 from __future__ import annotations
 
@@ -9,14 +6,29 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, NoReturn, Protocol, TypeVar
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, NoReturn, TypeVar
 
-from txl.config import whole_number
-from txl.errors import UserError, did_you_mean
+import txl
+from txl.config import shown, whole_number
+from txl.errors import Field, UserError, did_you_mean
 
 T = TypeVar("T")
+Options = argparse._ActionsContainer  # a parser, or a group of its options
 # Words of other programs for options, without the dashes.
 _SYNONYMS = {"lr": "learning-rate", "text": "corpus", "data": "corpus", "epochs": "steps", "output": "out"}
+# Modules of `txl.commands` by task, in the order of the help.
+COMMANDS = {
+    "start": ("demo", "presets", "data"),
+    "train": ("train", "status_report"),
+    "measure": ("eval", "tuning", "score", "recl"),
+    "analyse": ("attention", "samples"),
+    "use": ("generate", "serve", "compress"),
+    "import and export": ("exchange",),
+}
+# Group of entry points by which other packages add commands: the name is a task, the object the names of modules.
+ENTRY_POINTS = "txl.commands"
 
 
 def typed(expected: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
@@ -39,12 +51,23 @@ def typed(expected: str) -> Callable[[Callable[[str], T]], Callable[[str], T]]:
     return decorated
 
 
-class Options(Protocol):
-    """A parser, or a group of its options."""
+def option(
+    place: Options, names: str, metavar: str, help: str, kind: Callable[[str], object] = str, default: object = None
+) -> argparse.Action:
+    """Add an option with a value, of one name or several (`"-o --out"`); its help ends with the default, if any."""
+    help += "" if default is None else f" (default: {shown(default)})"
+    return place.add_argument(*names.split(), metavar=metavar, help=help, type=kind, default=default)
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """Add an argument or an option, as argparse does."""
-        ...
+
+def choice(place: Options, name: str, words: Sequence[str], help: str, default: str | None = None) -> argparse.Action:
+    """Add an option whose value is one of some words; its help ends with the default, if any."""
+    help += "" if default is None else f" (default: {default})"
+    return place.add_argument(name, choices=words, help=help, default=default)
+
+
+def flag(place: Options, name: str, help: str) -> None:
+    """Add an option without a value."""
+    place.add_argument(name, action="store_true", help=help)
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,37 +81,56 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *, example: str = "", summary: str = "", **settings: Any):
         self.example, self.summary = example, summary
-        self.arguments: list[argparse.Action] = []
         self.commands: dict[str, Parser] = {}
-        self._command = ""
+        self.tasks: dict[str, list[str]] = {}  # names of the commands by task; empty: the help lists them by argparse
+        self._excluded: list[tuple[str, ...]] = []
+        self._needed: list[tuple[str, ...]] = []
         wide = functools.partial(argparse.HelpFormatter, max_help_position=32)
         super().__init__(allow_abbrev=False, formatter_class=wide, **settings)
         self.register("type", int, typed("a whole number")(whole_number))
         self.register("type", float, typed("a number")(float))
 
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Add an argument or an option, see argparse."""
-        action = super().add_argument(*names, **settings)
-        self.arguments.append(action)
-        return action
+    @property
+    def arguments(self) -> list[argparse.Action]:
+        """The arguments and options, without the commands."""
+        return [action for action in self._actions if not isinstance(action, argparse._SubParsersAction)]
 
-    def group(self, title: str) -> Group:
-        """Return a new group of options, which has a title in the help."""
-        return Group(self, self.add_argument_group(title))
+    def add_commands(self, dest: str, metavar: str) -> None:
+        """Let `add_command` add commands to this parser; a parsed command line has the command's name as `dest`."""
+        self._parsers = self.add_subparsers(dest=dest, metavar=metavar, required=True, parser_class=Parser)
 
-    def one_of(self, required: bool = False) -> Group:
-        """Return a new group of options that exclude each other."""
-        return Group(self, self.add_mutually_exclusive_group(required=required))
+    def add_command(self, name: str, *, help: str, example: str, description: str, add_help: bool = True) -> Parser:
+        """Add a command and return its parser; `help` says what it does in a few words, `description` in sentences."""
+        self.commands[name] = self._parsers.add_parser(
+            name, help=help, summary=help, example=example, description=description, add_help=add_help
+        )
+        return self.commands[name]
 
-    def add_commands(self, dest: str, metavar: str) -> Commands:
-        """Return the place for commands of this parser; a parsed command line has the command's name as `dest`."""
-        self._command = dest
-        return Commands(self, dest, metavar)
+    def exclude(self, name: str, *others: str) -> None:
+        """Refuse an option together with any of the others."""
+        self._excluded.append((name, *others))
+
+    def need(self, name: str, *others: str) -> None:
+        """Refuse an option unless one of the others is given."""
+        self._needed.append((name, *others))
 
     def format_help(self) -> str:
         """Return the help: example, usage with what must be given, description, and options in groups."""
-        needed = [_needed(action) for action in self.arguments if action.required or not action.option_strings]
-        self.usage = " ".join([self.prog, *needed, "COMMAND ..." if self.commands else "[options]"])
+        if self.tasks:
+            lines = [f"example: {self.example}", f"usage: {self.prog} COMMAND ...", "", f"{self.description}"]
+            for task, names in self.tasks.items():
+                lines += ["", f"{task}:", *(f"  {name:12}{self.commands[name].summary}" for name in names)]
+            options = [(", ".join(action.option_strings), action.help) for action in self.arguments]
+            lines += ["", "options:", *(f"  {names:12}{about}" for names, about in options)]
+            return "\n".join([*lines, "", f"{self.epilog}", ""])
+        usage = [self.prog]
+        for action in self.arguments:
+            value = f"{action.metavar or action.dest.upper()}"
+            if action.option_strings and action.required:
+                usage.append(f"{action.option_strings[0]} {value}")
+            elif not action.option_strings:
+                usage.append({"?": f"[{value}]", "+": f"{value} ..."}.get(f"{action.nargs}", value))
+        self.usage = " ".join([*usage, "COMMAND ..." if self.commands else "[options]"])
         return f"example: {self.example}\n{super().format_help()}"
 
     def print_help(self, file: Any = None) -> None:
@@ -105,14 +147,19 @@ class Parser(argparse.ArgumentParser):
         """
         self._check_command(args)
         namespace = argparse.Namespace() if namespace is None else namespace
-        _, unknown = self.parse_known_args(_with_dashes(args), namespace)
+        end = args.index("--") if "--" in args else len(args)
+        words = [_with_dashes(word) for word in args[:end]]
+        _, unknown = self.parse_known_args([*words, *args[end:]], namespace)
+        command = self.chosen(namespace)
         if unknown:
-            self.chosen(namespace)._refuse(unknown)
+            command._refuse(unknown)
+        command._check_combinations(namespace)
         return namespace
 
     def chosen(self, namespace: argparse.Namespace) -> Parser:
         """Return the parser of the command that a namespace names; this parser, if it names none."""
-        command = self.commands.get(getattr(namespace, self._command, None) or "")
+        dest = self._parsers.dest if self.commands else ""
+        command = self.commands.get(getattr(namespace, dest, None) or "")
         return self if command is None else command.chosen(namespace)
 
     def name_of(self, setting: str) -> str:
@@ -125,6 +172,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` with a message of argparse's."""
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def _check_combinations(self, arguments: argparse.Namespace) -> None:
+        given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
+        for name, *others in self._excluded:
+            for other in others:
+                if {name, other} <= given:
+                    raise UserError((Field(name), " and ", Field(other), " were both given"), expected="one of them")
+        for name, *others in self._needed:
+            if name in given and given.isdisjoint(others):
+                choices = [part for other in others for part in (" or ", Field(other))][1:]
+                raise UserError((Field(name), " was given without ", *choices))
 
     def _check_command(self, words: Sequence[str]) -> None:
         if self.commands and words and not words[0].startswith("-"):
@@ -145,56 +203,39 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown option {word}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
-class Group:
-    """Group of a parser's options; made by `Parser.group` and `Parser.one_of`."""
-
-    def __init__(self, parser: Parser, container: Options):
-        self._parser, self._container = parser, container
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """Add an option, see argparse."""
-        action = self._container.add_argument(*names, **settings)
-        self._parser.arguments.append(action)
-        return action
+def _with_dashes(word: str) -> str:
+    """Return a word of a command line, with dashes for the underscores in the name of an option."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") and " " not in name else word
 
 
-class Commands:
-    """The commands of a parser; made by `Parser.add_commands`."""
+class _Version(argparse.Action):
+    """Option that prints the version; argparse's own would hide that standard output is full."""
 
-    def __init__(self, parser: Parser, dest: str, metavar: str):
-        self._parser = parser
-        self._parsers = parser.add_subparsers(dest=dest, metavar=metavar, required=True, parser_class=Parser)
-
-    def add_parser(self, name: str, *, help: str, example: str, description: str, **settings: Any) -> Parser:
-        """Add a command and return its parser.
-
-        Args:
-            name: name of the command.
-            help: what it does, in a few words.
-            example: command line that its help shows first.
-            description: what it does, in whole sentences.
-            settings: arguments of argparse's parser.
-        """
-        words = {"help": help, "summary": help, "example": example, "description": description}
-        parser = self._parsers.add_parser(name, **words, **settings)
-        self._parser.commands[name] = parser
-        return parser
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"txl {txl.__version__}", flush=True)
+        parser.exit()
 
 
-def _needed(action: argparse.Action) -> str:
-    """Return an argument, or an option that must be given, as the usage shows it."""
-    value = f"{action.metavar or action.dest.upper()}"
-    if action.option_strings:
-        return f"{action.option_strings[0]} {value}"
-    return {"?": f"[{value}]", "+": f"{value} ..."}.get(f"{action.nargs}", value)
+def build_parser() -> Parser:
+    """Return the parser of the whole command line.
 
-
-def _with_dashes(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with dashes for the underscores in the names of options."""
-    end = words.index("--") if "--" in words else len(words)
-    changed = []
-    for word in words[:end]:
-        name, equals, value = word.partition("=")
-        is_option = name.startswith("--") and " " not in name
-        changed.append(name.replace("_", "-") + equals + value if is_option else word)
-    return changed + list(words[end:])
+    Commands of other packages, which stand above this one, are found by their entry points. Where txl runs from its
+    sources without being installed, there are none, and these commands are unknown.
+    """
+    parser = Parser(
+        prog="txl",
+        example="txl demo",
+        description="Language models that read past a fixed-length context: train, measure, use them.",
+        epilog="txl COMMAND --help shows an example and the options of a command.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_commands("command", "COMMAND")
+    tasks = {task: [f"txl.commands.{name}" for name in names] for task, names in COMMANDS.items()}
+    tasks |= {point.name: point.load() for point in entry_points(group=ENTRY_POINTS)}
+    for task, modules in (tasks | {"shell": ["txl.commands.completion"]}).items():
+        known = len(parser.commands)
+        for module in modules:
+            import_module(module).add_parser(parser)
+        parser.tasks[task] = list(parser.commands)[known:]
+    return parser

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 
-from txl.commands.options import add_json
+from txl.commands.options import shared
 from txl.commands.output import print_json, print_table
-from txl.commands.parser import Commands
+from txl.commands.parser import Parser
 from txl.files import JsonObject
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "presets",
         help="list the named configurations",
         example="txl presets",
         description="List the named configurations: the paper's models, those it compares with, and small "
         "ones for a CPU.",
     )
-    add_json(parser)
+    shared(parser, "json")
     parser.set_defaults(run=run)
 
 
@@ -27,12 +27,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Print the presets with their sizes and published results; sources, vocabularies and widths with --json."""
     from txl.presets import named_presets
 
-    groups: dict[str, list[JsonObject]] = {}
+    groups: dict[str, list[JsonObject]] = {group: [] for group in named_presets()}
     for group, members in named_presets().items():
-        groups[group] = []
         for preset in members:
             config = preset.make()
-            row = {
+            row: JsonObject = {
                 "name": preset.name,
                 "description": preset.description,
                 "n_layer": config.model.n_layer,

@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from txl.commands.arguments import (
-    clamp_setting,
+from txl.commands.options import (
+    add_out,
+    add_run_options,
+    config_options,
     existing_run,
+    fractions,
+    limit,
     pick_device,
+    positive,
     run_corpus,
+    shared,
     writable_folder,
 )
-from txl.commands.config_options import add_config_options, config_options
-from txl.commands.evaluation_options import fractions
-from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, add_out, limit, positive
 from txl.commands.output import print_json, print_table, progress_bar, say
-from txl.commands.parser import Commands
+from txl.commands.parser import Parser, option
 from txl.config import TransformerXLConfig
 from txl.errors import Field, UserError
 from txl.files import JsonObject
+from txl.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from txl.models.family import FamilyModel
-    from txl.runs.directory import RunDirectory
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "recl",
         help="measure how long a context each of several models makes use of",
         example="txl recl runs/small runs/large --targets 500",
@@ -40,50 +40,19 @@ def add_parser(commands: Commands) -> None:
         "context length beyond which a model's loss no longer improves, compared with the best model of the group.",
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
-    parser.add_argument("--split", default="test", metavar="NAME", help="train, valid or test (default: test)")
-    parser.add_argument(
-        "--step", type=positive, default=64, metavar="N", help="tokens between context lengths (default: 64)"
-    )
-    parser.add_argument(
-        "--longest", type=positive, default=512, metavar="N", help="longest context (default: 512 tokens)"
-    )
-    parser.add_argument(
-        "--targets",
-        type=positive,
-        default=1000,
-        metavar="N",
-        help="least number of tokens to predict, spread over the split (default: 1000)",
-    )
-    parser.add_argument(
-        "--r",
-        type=fractions,
-        default=[0.1, 0.5, 1.0],
-        metavar="R,R,...",
-        help="shares of the targets, the hardest first (default: 0.1,0.5,1.0)",
-    )
-    parser.add_argument(
-        "--threshold", type=float, default=0.01, metavar="G", help="least relative gain that counts (default: 0.01)"
-    )
-    parser.add_argument(
-        "--clamp-len", type=limit, metavar="C", help="distances above C count as C, or none (default: the run's)"
-    )
-    parser.add_argument(
-        "--window",
-        type=limit,
-        default="none",
-        metavar="W",
-        help="keys that a Transformer-XL's token sees, itself included; none: all of the context (default: none)",
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=16, metavar="B", help="contexts read in parallel (default: 16)"
-    )
-    add_dtype(parser)
+    option(parser, "--split", "NAME", "train, valid or test", default="test")
+    option(parser, "--step", "N", "tokens between context lengths", positive, 64)
+    option(parser, "--longest", "N", "longest context, in tokens", positive, 512)
+    option(parser, "--targets", "N", "least number of tokens to predict, spread over the split", positive, 1000)
+    option(parser, "--r", "R,R,...", "shares of the targets, the hardest first", fractions, "0.1,0.5,1.0")
+    option(parser, "--threshold", "G", "least relative gain that counts", float, 0.01)
+    option(parser, "--clamp-len", "C", "distances above C count as C, or none (default: the run's)", limit)
+    window = "keys that a Transformer-XL's token sees, itself included; none: all of the context"
+    option(parser, "--window", "W", window, limit, "none")
+    option(parser, "--batch", "B", "contexts read in parallel", positive, 16)
+    shared(parser, "dtype")
     add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
-    add_device(parser)
-    add_json(parser)
-    text = parser.group("text (default: the runs' own)")
-    add_config_options(parser, ("data",), short=("data.corpus",), first=text)
-    add_data_dir(text)
+    add_run_options(parser, "text (default: the runs' own)")
     parser.set_defaults(run=run)
 
 
@@ -97,41 +66,43 @@ def run(arguments: argparse.Namespace) -> None:
     names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError(f"a run directory was given twice: {', '.join(names)}; expected different ones")
-    lengths = _lengths(arguments)
+    step, longest = arguments.step, arguments.longest
+    if longest < 2 * step or longest % step:
+        expected = ("two context lengths or more, multiples of ", Field("step", step))
+        raise UserError(field="longest", value=longest, expected=expected)
     folder = None if arguments.out is None else writable_folder(arguments.out)
-    from txl.runs.directory import RunDirectory
-
-    directories = [RunDirectory(path) for path in paths]
+    from txl.evaluation.effective_context import check_fractions, group_record, spread_targets
+    from txl.evaluation.sliding import losses_at_contexts
+    from txl.reporting.recl_page import write_recl
     from txl.runs.corpus import refuse_different_corpora, shared_vocabulary
 
+    for r in arguments.r:
+        check_fractions(r, arguments.threshold)
+        if arguments.r.count(r) > 1:
+            raise UserError((Field("r"), f" has {r} twice"), expected="different fractions, each a column of the table")
+    directories = [RunDirectory(path) for path in paths]
     vocabulary = shared_vocabulary(directories)
     if "data.corpus" not in config_options(arguments):
         refuse_different_corpora(directories)
     corpus = run_corpus(directories[0], vocabulary, arguments)
     tokens = corpus.tokens(arguments.split)
-    targets = _targets(len(tokens), lengths[-1], arguments)
-    from txl.devices import keep_freed_memory
-    from txl.evaluation.effective_context import group_record
-    from txl.evaluation.sliding import losses_at_contexts
-
-    keep_freed_memory()
-    device = pick_device(arguments.device)
-    clamps, windows = _clamps(directories, arguments.clamp_len), _windows(directories, arguments.window)
-    # All models are loaded before the first is scored, so that a damaged one is found now and not after hours.
-    models = [directory.load(device=device)[0] for directory in directories]
-    described = [_described(*each) for each in zip(names, paths, models, clamps, windows, strict=True)]
-    losses: dict[str, dict[int, Tensor]] = {}
-    for name, clamp_len, window in zip(names, clamps, windows, strict=True):
-        progress, move = progress_bar(name, quiet=arguments.json)
-        with progress:
-            losses[name] = losses_at_contexts(
+    if len(tokens) - longest < arguments.targets:
+        problem = f"behind {longest} tokens they do not fit into the {len(tokens):,} of the {arguments.split} split"
+        remedy = ("lower ", Field("targets"), " or ", Field("longest"))
+        raise UserError(problem, field="targets", value=arguments.targets, remedy=remedy)
+    targets = spread_targets(len(tokens), longest, arguments.targets, step)
+    models, described = _loaded(directories, names, arguments)
+    losses = {}
+    for model_about in described:
+        with progress_bar(model_about["name"], quiet=arguments.json) as move:
+            losses[model_about["name"]] = losses_at_contexts(
                 models.pop(0),
                 tokens,
-                contexts=lengths,
+                contexts=range(step, longest + 1, step),
                 targets=targets,
                 batch_size=arguments.batch,
-                window=window,
-                clamp_len=clamp_len,
+                window=model_about["window"] or "none",
+                clamp_len="none" if model_about["clamp_len"] is None else model_about["clamp_len"],
                 dtype=arguments.dtype,
                 progress=move,
             )
@@ -143,76 +114,50 @@ def run(arguments: argparse.Namespace) -> None:
     else:
         _print(result)
     if folder is not None:
-        from txl.reporting.recl_page import write_recl
-
         folder.mkdir(parents=True, exist_ok=True)
         *_, page = write_recl(folder, result, ["txl", *sys.argv[1:]])
         say(f"page: {page}")
 
 
-def _clamps(directories: list[RunDirectory], option: int | Literal["none"] | None) -> list[int | Literal["none"]]:
-    """Return the clamp of each run: that of the option if the model's scores depend on distance, else the run's."""
+def _loaded(
+    directories: list[RunDirectory], names: list[str], arguments: argparse.Namespace
+) -> tuple[list[FamilyModel], list[JsonObject]]:
+    """Return the models, and of each its size and limits: the options' clamp and window if its scores can have them."""
+    window = arguments.window
     configs = [directory.config() for directory in directories]
-    if option not in (None, "none") and not any(config.model.tells_distances for config in configs):
-        raise UserError(field="clamp_len", value=option, but="none of these models uses relative distances")
-    return [clamp_setting(option if config.model.tells_distances else None, config) for config in configs]
-
-
-def _windows(directories: list[RunDirectory], option: int | Literal["none"]) -> list[int | Literal["none"]]:
-    """Return the window of each run: that of the option for a Transformer-XL, "none" for other models."""
-    have_one = [isinstance(directory.config().model, TransformerXLConfig) for directory in directories]
-    if option != "none" and option < 1:
-        raise UserError(field="window", value=option, expected="1 key or more, or none")
-    if option != "none" and not any(have_one):
-        raise UserError(field="window", value=option, but="no model here is a Transformer-XL")
-    return [option if has_one else "none" for has_one in have_one]
-
-
-def _described(
-    name: str, path: Path, model: FamilyModel, clamp_len: int | Literal["none"], window: int | Literal["none"]
-) -> JsonObject:
-    """Return a model's size and limits."""
-    try:
-        state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    return {
-        "name": name,
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "longest_context": model.context,
-        "clamp_len": state.lengths.clamp_len,
-        "window": None if window == "none" else window,
-    }
-
-
-def _lengths(arguments: argparse.Namespace) -> range:
-    """Check the options, and return the context lengths: step, 2 * step, ... up to the longest."""
-    from txl.evaluation.effective_context import check_fractions
-
-    if arguments.longest < 2 * arguments.step:
-        expected = ("two context lengths or more, that is twice ", Field("step", arguments.step))
-        raise UserError(field="longest", value=arguments.longest, expected=expected)
-    if arguments.longest % arguments.step:
-        expected = ("a multiple of ", Field("step", arguments.step))
-        raise UserError(field="longest", value=arguments.longest, expected=expected)
-    for r in arguments.r:
-        check_fractions(r, arguments.threshold)
-        if arguments.r.count(r) > 1:
-            raise UserError((Field("r"), f" has {r} twice"), expected="different fractions, each a column of the table")
-    return range(arguments.step, arguments.longest + 1, arguments.step)
-
-
-def _targets(n_token: int, longest: int, arguments: argparse.Namespace) -> range:
-    """Return the positions of targets at equal distances over the split, each preceded by the longest context."""
-    from txl.evaluation.effective_context import spread_targets
-
-    if n_token - longest < arguments.targets:
+    tell = [config.model.tells_distances for config in configs]
+    if arguments.clamp_len not in (None, "none") and not any(tell):
         raise UserError(
-            f"{arguments.targets} targets behind {longest} tokens do not fit into the {n_token:,} tokens of the "
-            f"{arguments.split} split",
-            remedy=("lower ", Field("targets"), " or ", Field("longest")),
+            field="clamp_len", value=arguments.clamp_len, but="none of these models uses relative distances"
         )
-    return spread_targets(n_token, longest, arguments.targets, arguments.step)
+    have_window = [isinstance(config.model, TransformerXLConfig) for config in configs]
+    if window != "none" and window < 1:
+        raise UserError(field="window", value=window, expected="1 key or more, or none")
+    if window != "none" and not any(have_window):
+        raise UserError(field="window", value=window, but="no model here is a Transformer-XL")
+    device = pick_device(arguments.device)
+    # All models are loaded before the first is scored, so that a damaged one is found now and not after hours.
+    models = [directory.load(device=device)[0] for directory in directories]
+    described: list[JsonObject] = []
+    for name, directory, model, config, uses_clamp, has_window in zip(
+        names, directories, models, configs, tell, have_window, strict=True
+    ):
+        own = config.eval.lengths.options()["clamp_len"]
+        clamp_len = own if arguments.clamp_len is None or not uses_clamp else arguments.clamp_len
+        try:
+            state = model.init_state(1, mem_len=0, window="none", clamp_len=clamp_len)
+        except UserError as error:
+            raise UserError(f"{directory.path}: {error}") from None
+        described.append(
+            {
+                "name": name,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "longest_context": model.context,
+                "clamp_len": state.lengths.clamp_len,
+                "window": window if has_window and window != "none" else None,
+            }
+        )
+    return models, described
 
 
 def _print(result: JsonObject) -> None:

@@ -9,11 +9,17 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from txl.commands.arguments import pick_device
-from txl.commands.config_options import add_config_options, base_config, config_options
-from txl.commands.options import add_data_dir, add_device, add_dtype, add_json, numbers, positive
+from txl.commands.options import (
+    add_config_options,
+    base_config,
+    config_options,
+    numbers,
+    pick_device,
+    positive,
+    shared,
+)
 from txl.commands.output import print_json, say
-from txl.commands.parser import Commands, Parser
+from txl.commands.parser import Parser
 from txl.config import RunConfig, validate, with_options
 from txl.errors import Field, UserError
 from txl.files import JsonObject
@@ -22,9 +28,9 @@ if TYPE_CHECKING:
     from txl_lab.speed.workloads import Speed
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command and its workloads to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "bench",
         help="compare speed with the machine's rate of matrix products",
         example="txl bench train",
@@ -32,9 +38,9 @@ def add_parser(commands: Commands) -> None:
         "or find what fits into a given memory.",
     )
     parser.set_defaults(smaller="--vocabulary, model, batch, segment or memory")
-    workloads = parser.add_commands("workload", "train|eval|table9|budget")
+    parser.add_commands("workload", "train|eval|table9|budget")
     for workload, what in (("train", "training steps"), ("eval", "evaluation in segments")):
-        timing = workloads.add_parser(
+        timing = parser.add_command(
             workload,
             help=f"time {what}",
             example=f"txl bench {workload} enwik8-12L --dtype float32",
@@ -53,7 +59,7 @@ def add_parser(commands: Commands) -> None:
             timing.add_argument("--compile", action="store_true", help="time compiled layers too, and compare")
         add_config_options(timing, ("model", workload), "transformer-xl")
         timing.set_defaults(run=run)
-    table = workloads.add_parser(
+    table = parser.add_command(
         "table9",
         help="time evaluation beside a vanilla Transformer's",
         example="txl bench table9 --lengths 800,1800",
@@ -76,10 +82,10 @@ def add_parser(commands: Commands) -> None:
         help="tokens that Transformer-XL reads at once (default: 128)",
     )
     table.add_argument("--steps", type=positive, default=5, metavar="N", help="windows to time (default: 5)")
-    add_dtype(table)
+    shared(table, "dtype")
     add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
-    _add_budget(workloads)
+    _add_budget(parser)
 
 
 def _add_workload(parser: Parser) -> None:
@@ -94,8 +100,7 @@ def _add_workload(parser: Parser) -> None:
     parser.add_argument(
         "--vocabulary", type=positive, default=204, metavar="V", help="tokens of its vocabulary (default: 204)"
     )
-    add_device(parser)
-    add_json(parser)
+    shared(parser, "device", "json")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -206,9 +211,9 @@ def run_table9(arguments: argparse.Namespace) -> None:
         _print_results(config, rows, device)
 
 
-def _add_budget(workloads: Commands) -> None:
+def _add_budget(parser: Parser) -> None:
     """Add `txl bench budget PRESET --like REFERENCE`: the longest segment that trains in the same memory (Table 10)."""
-    parser = workloads.add_parser(
+    parser = parser.add_command(
         "budget",
         help="find the longest segment that trains in a given memory",
         example="txl bench budget wt103-ablation --like wt103-ablation-no-memory",
@@ -225,9 +230,7 @@ def _add_budget(workloads: Commands) -> None:
     parser.add_argument(
         "--at-most", type=positive, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
     )
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    shared(parser, "data_dir", "device", "json")
     add_config_options(parser, ("model", "data", "train"))
     parser.set_defaults(run=run_budget)
 

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.commands.arguments import pick_device
-from txl.commands.config_options import add_config_options, config_options
-from txl.commands.options import add_data_dir, add_device, add_json, add_out
+from txl.commands.options import add_config_options, add_out, config_options, pick_device, shared
 from txl.commands.output import print_json, say
-from txl.commands.parser import Commands
+from txl.commands.parser import Parser
 from txl.config import DataConfig, RunConfig, validate, with_options
 from txl.errors import CommandFailed, Field, UserError
 
@@ -20,9 +18,9 @@ if TYPE_CHECKING:
     from txl_lab.paper.schema import Definition
 
 
-def add_parser(commands: Commands) -> None:
+def add_parser(commands: Parser) -> None:
     """Add the command to the command line."""
-    parser = commands.add_parser(
+    parser = commands.add_command(
         "reproduce",
         help="run a table or figure of the paper again, at a scale you choose",
         example="txl reproduce table6 --scale tiny --dry-run",
@@ -60,9 +58,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
     add_config_options(parser, ("data",))
-    add_data_dir(parser)
-    add_device(parser)
-    add_json(parser)
+    shared(parser, "data_dir", "device", "json")
     parser.set_defaults(run=run)
 
 
