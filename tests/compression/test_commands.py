@@ -183,7 +183,7 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
         ("compress TEXT --online --dynamic -o OUT", ("--dynamic", "--online")),
         ("compress TEXT --model RUN --seed 3 -o OUT", ("--seed", "--online")),
         ("compress TEXT --model RUN --dynamic sgd -o OUT", ("--dynamic", "--dynamic-learning-rate")),
-        ("compress TEXT --model RUN --dynamic-decay 1 -o OUT", ("--dynamic-decay", "--dynamic rms")),
+        ("compress TEXT --model RUN --dynamic-decay 1 -o OUT", ("--dynamic-decay", "--dynamic")),
         ("compress TEXT --online -o TEXT", ("--out",)),
         ("compress TEXT --online --json -o -", ("--out", "--json")),
         ("compress NOWHERE --online -o OUT", ("nowhere",)),

@@ -69,7 +69,7 @@ def add_parser(commands: Parser) -> None:
     shared(parser, "checkpoint", "data_dir", "json")
     add_memory_options(parser)
     parser.exclude("online", "mem_len", "window", "clamp_len", "checkpoint", "data_dir", "dynamic")
-    parser.exclude("model", "seed")
+    parser.need("seed", "online")
     for name in _OF_A_RULE:
         parser.need(name, "dynamic")
     parser.set_defaults(run=run)
@@ -103,19 +103,21 @@ def run(arguments: argparse.Namespace) -> None:
                 raise UserError("of a rule", field=name, expected=(Field("dynamic", "rms"), " or sgd with it"))
     seed = 1 if arguments.seed is None else arguments.seed
     require(0 <= seed < 2**63, "seed", seed, "0 to 2^63 - 1")
-    with _opened(arguments) as (source, sink, move):
-        from txl.compression.compressor import compress
-        from txl.compression.learning import OnlineRecipe
+    _check_ends(arguments)
+    # Imported and loaded before OUT is opened: a signal during an import ends the process at once, without cleaning up.
+    from txl.compression.compressor import compress
+    from txl.compression.learning import OnlineRecipe
 
-        model = None if arguments.online else _load(arguments)
-        same = {name: getattr(arguments, name) for name in ("model", "checkpoint", "data_dir")}
-        verify = [f"--{name.replace('_', '-')}={value}" for name, value in same.items() if value is not None]
-        start = time.perf_counter()
+    model, dynamic = None if arguments.online else _load(arguments), _dynamic(arguments)
+    same = {name: getattr(arguments, name) for name in ("model", "checkpoint", "data_dir")}
+    verify = [f"--{name.replace('_', '-')}={value}" for name, value in same.items() if value is not None]
+    start = time.perf_counter()
+    with _opened(arguments) as (source, sink, move):
         sizes = compress(
             source,
             sink,
             model=model,
-            dynamic=_dynamic(arguments),
+            dynamic=dynamic,
             online=OnlineRecipe(seed=seed) if arguments.online else None,
             lanes=arguments.lanes,
             verify=None if arguments.no_verify else verify,
@@ -126,10 +128,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def run_decompress(arguments: argparse.Namespace) -> None:
     """Decompress the file, and print sizes and speed."""
-    with _opened(arguments) as (source, sink, move):
-        from txl.compression.compressor import decompress
+    _check_ends(arguments)
+    from txl.compression.compressor import decompress
 
-        start = time.perf_counter()
+    start = time.perf_counter()
+    with _opened(arguments) as (source, sink, move):
         sizes = decompress(
             source,
             sink,
@@ -140,9 +143,8 @@ def run_decompress(arguments: argparse.Namespace) -> None:
     _report(arguments, sizes, time.perf_counter() - start)
 
 
-@contextmanager
-def _opened(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], IO[bytes], Callable[[int], None]]]:
-    """Check and open source and destination; yield them and a function that shows progress in the source."""
+def _check_ends(arguments: argparse.Namespace) -> None:
+    """Refuse source and destination that cannot be used, before anything is imported."""
     path, out = (None if name == "-" else Path(name) for name in (arguments.file, arguments.out))
     check_output_file(None if out is None else arguments.out, path)
     if out is not None and not arguments.force and out.is_file():
@@ -153,13 +155,19 @@ def _opened(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], IO[bytes
         raise UserError("standard output is for the result", field="out", value="-", remedy=remedy)
     if out is None and sys.stdout.isatty() and arguments.command == "compress":
         raise UserError("a terminal", field="out", value="-", expected="a file or a pipe for compressed bytes")
-    if path is not None and path.is_dir():
+    if path is not None and stat.S_ISDIR(path.stat().st_mode):
         raise UserError("a folder", value=path, expected="a file")
-    with nullcontext(standard_input()) if path is None else open(path, "rb") as source:
-        status = None if path is None else os.fstat(source.fileno())
+
+
+@contextmanager
+def _opened(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], IO[bytes], Callable[[int], None]]]:
+    """Open source and destination; yield them and a function that shows progress in the source."""
+    out = None if arguments.out == "-" else arguments.out
+    with nullcontext(standard_input()) if arguments.file == "-" else open(arguments.file, "rb") as source:
+        status = None if arguments.file == "-" else os.fstat(source.fileno())
         like = status if status is not None and stat.S_ISREG(status.st_mode) else None
         bar = progress_bar(f"{arguments.command}ing", quiet=arguments.json or like is None)
-        with bar as move, output(None if out is None else arguments.out, binary=True, like=like) as sink:
+        with bar as move, output(out, binary=True, like=like) as sink:
             yield source, sink, lambda done: move(done, 0 if like is None else like.st_size)
 
 
