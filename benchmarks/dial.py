@@ -31,7 +31,7 @@ import torch
 import txl
 from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.data.corpora import open_corpus
-from txl.data.standard_library import stdlib_files
+from txl.data.user_text import stdlib_files
 from txl.devices import keep_freed_memory
 from txl.evaluation.perplexity import evaluate
 from txl.minutes import rule

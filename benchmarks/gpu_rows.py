@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import txl
 from txl.attention import KeyScope, Operands
 from txl.config import RunConfig, TransformerXLConfig
-from txl.data.standard_library import stdlib_files
+from txl.data.user_text import stdlib_files
 from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.generation.steps import StaticStep

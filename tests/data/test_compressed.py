@@ -16,8 +16,7 @@ import pytest
 import zstandard
 
 from txl.data import compressed
-from txl.data.archives import unpack
-from txl.data.compressed import COMPRESSED, open_file
+from txl.data.compressed import COMPRESSED, open_file, unpack
 from txl.errors import UserError
 
 ONE, TWO = b"The river ran by the mill.\n" * 4, b"It turned the wheel.\n" * 3
@@ -137,21 +136,12 @@ def test_a_long_window_of_zstandard_is_read(window_log, tmp_path):
     assert read(tmp_path / "a.zst", _zstd(content, window_log=window_log, enable_ldm=True)) == content
 
 
-def test_only_a_truncated_file_is_called_incomplete(tmp_path):
+def test_what_is_not_compressed_as_its_name_says_is_refused(tmp_path):
     samples: list = [b"%d: the same words once more\n" % number for number in range(3000)]
-    dictionary = zstandard.train_dictionary(1000, samples)
-    settings = zstandard.ZstdCompressor(dict_data=dictionary)
-    for name, data, said in (
-        ("dictionary.zst", settings.compress(ONE), "; zstd -t tells whether it is damaged"),
-        ("damaged.xz", lzma.compress(ONE)[:-9] + bytes(9), "; xz -t tells whether it is damaged"),
-        *((f"more{end}", STREAM[end](ONE) + b"x", "comes something else); get it again") for end in COMPRESSED),
-        *((f"plain{end}", ONE, f"data, though its name ends in {end}; rename it") for end in COMPRESSED),
-    ):
-        (tmp_path / name).write_bytes(data)
-        with open_file(tmp_path / name) as file, pytest.raises(UserError) as refusal:
-            file.read()
-        assert "incomplete" not in str(refusal.value)
-        assert str(refusal.value).endswith(said)
+    with_dictionary = zstandard.ZstdCompressor(dict_data=zstandard.train_dictionary(1000, samples))
+    assert read(tmp_path / "dictionary.zst", with_dictionary.compress(ONE)) is None
+    for ending in COMPRESSED:
+        assert read(tmp_path / f"plain{ending}", ONE) is None
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])  # bzip2 compresses at most 900,000 bytes at once

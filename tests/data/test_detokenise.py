@@ -11,10 +11,8 @@ from txl.data.detokenise import Convention, convention_of, detokenise, text_deco
 from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 
-
-@pytest.mark.parametrize(
-    ("tokenised", "expected"),
-    [
+CASES: dict[Convention, list[tuple[str, str]]] = {
+    "wikitext": [
         (" He had a guest @-@ starring role . ", "He had a guest-starring role."),
         ("It cost $ 20 @,@ 000 @.@ 50 , or 3 @.@ 5 % .", "It cost $20,000.50, or 3.5%."),
         ("US $ 3 million and £ 7", "US$3 million and £7"),
@@ -33,14 +31,7 @@ from txl.errors import UserError
         ("x = y", "x = y"),
         ("", ""),
     ],
-)
-def test_wikitext_by_hand(tokenised, expected):
-    assert detokenise(tokenised) == expected
-
-
-@pytest.mark.parametrize(
-    ("tokenised", "expected"),
-    [
+    "ptb": [
         (" no it was n't black monday ", "no it wasn't black monday"),
         (
             "ca n't wo n't we 're they 'll i 'm he 'd you 've the company 's",
@@ -52,23 +43,20 @@ def test_wikitext_by_hand(tokenised, expected):
         ("get 'em", "get 'em"),
         ("<unk> corp. 's portfolio", "<unk> corp.'s portfolio"),
     ],
-)
-def test_penn_treebank_by_hand(tokenised, expected):
-    assert detokenise(tokenised, "ptb") == expected
-
-
-@pytest.mark.parametrize(
-    ("tokenised", "expected"),
-    [
+    "lm1b": [
         ('" But make no mistake : we will , " he said .', '"But make no mistake: we will," he said.'),
         ("BAGHDAD -- An Iraqi ( AP ) - more ...", "BAGHDAD -- An Iraqi (AP) - more..."),
         ("I 'm not , and Terry O 'Neill can 't", "I'm not, and Terry O'Neill can't"),
         ("a $ 5 bill and and / or", "a $5 bill and and/or"),
         ("one @-@ two", "one @-@ two"),
     ],
-)
-def test_one_billion_word_by_hand(tokenised, expected):
-    assert detokenise(tokenised, "lm1b") == expected
+}
+
+
+@pytest.mark.parametrize("convention", CASES)
+def test_examples_by_hand(convention):
+    for tokenised, expected in CASES[convention]:
+        assert detokenise(tokenised, convention) == expected
 
 
 def test_lines_stay_and_quotation_marks_begin_anew_with_each():

@@ -58,28 +58,14 @@ def whole(content: bytes):
     return answer
 
 
-def broken_off(content: bytes, after: int):
-    """Return an answer that announces all of `content`, and disconnects after `after` bytes."""
+def broken_off(content: bytes, chunked: bool = False):
+    """Return an answer that announces more than `content`, or its length not at all, and disconnects after it."""
 
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(200)
-        handler.send_header("Content-Length", str(len(content)))
+        handler.send_header(*(("Transfer-Encoding", "chunked") if chunked else ("Content-Length", "999999")))
         handler.end_headers()
-        handler.wfile.write(content[:after])
-        handler.wfile.flush()
-        handler.close_connection = True
-
-    return answer
-
-
-def broken_chunks(content: bytes):
-    """Return an answer that announces no length, and disconnects before the last chunk."""
-
-    def answer(handler: BaseHTTPRequestHandler) -> None:
-        handler.send_response(200)
-        handler.send_header("Transfer-Encoding", "chunked")
-        handler.end_headers()
-        handler.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
+        handler.wfile.write(b"%x\r\n%s\r\n" % (len(content), content) if chunked else content)
         handler.wfile.flush()
         handler.close_connection = True
 
@@ -138,7 +124,7 @@ def test_a_download_is_verified_kept_and_not_fetched_again(server, tmp_path, cap
     content = zipped()
     server.answers = [whole(content)]
     for _ in range(2):
-        assert fetch(route(server, sha256(content)), tmp_path) == tmp_path
+        fetch(route(server, sha256(content)), tmp_path)
         assert (tmp_path / "tiny.zip").read_bytes() == content
     assert server.requests == ["/tiny.zip"]
     assert capsys.readouterr().err == f"downloading {server.url()}\n"
@@ -148,23 +134,18 @@ def test_a_download_is_verified_kept_and_not_fetched_again(server, tmp_path, cap
     assert capsys.readouterr().err == ""
 
 
-def test_a_download_has_the_permissions_of_any_new_file(server, tmp_path):
-    server.answers = [whole(zipped())]
-    before = os.umask(0o027)
-    try:
-        fetch(route(server, None), tmp_path, quiet=True)
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
-
-
 def test_a_terminal_shows_a_bar_that_survives_a_second_try(server, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("COLUMNS", "150")
     content = zipped()
-    server.answers = [broken_off(content, 1000), whole(content)]
-    fetch(route(server, sha256(content)), tmp_path)
+    server.answers = [broken_off(content[:1000]), whole(content)]
+    before = os.umask(0o027)
+    try:
+        fetch(route(server, None), tmp_path)
+    finally:
+        os.umask(before)
     assert f"/{len(content) / 1000:.1f} kB" in capsys.readouterr().err
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o640}
 
 
 def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10.0) -> str:
@@ -180,39 +161,33 @@ def refusal(server: Server, folder: Path, known: str | None, timeout: float = 10
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_kept(server, tmp_path):
     server.answers, known = [whole(zipped(b"another text"))], sha256(zipped())
-    assert f"returned a file other than the known one ({known})" in refusal(server, tmp_path, known)
+    assert known.removeprefix("sha256:") in refusal(server, tmp_path, known)
     assert len(server.requests) == 3
 
 
-def test_a_missing_file_is_refused_with_the_servers_answer(server, tmp_path):
+def test_what_a_server_does_not_send_is_refused_with_the_reason(server, tmp_path):
+    content, known = zipped(), sha256(zipped())
     server.answers = [refused(404)]
-    assert "answered 404" in refusal(server, tmp_path / "new", sha256(zipped()))
+    assert "404" in refusal(server, tmp_path / "new", known)
+    server.requests, server.answers = [], [silent(server)]
+    assert "timed out" in refusal(server, tmp_path, known, timeout=0.2)
+    for hash_or_none in (known, None):  # half a file is never taken for a whole one
+        server.requests, server.answers = [], [broken_off(content[: len(content) // 2])]
+        assert "tried 3 times" in refusal(server, tmp_path, hash_or_none)
 
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_transfer_that_breaks_off_is_tried_again_from_the_beginning(known, server, tmp_path):
     content = zipped()
-    server.answers = [broken_off(content, 1000), broken_chunks(content[:500]), whole(content)]
+    server.answers = [broken_off(content[:1000]), broken_off(content[:500], chunked=True), whole(content)]
     fetch(route(server, sha256(content) if known else None), tmp_path, quiet=True)
     assert (tmp_path / "tiny.zip").read_bytes() == content
     assert len(server.requests) == 3
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_half_a_file_is_never_taken_for_a_whole_one(known, server, tmp_path):
-    content = zipped()
-    server.answers = [broken_off(content, len(content) // 2)]
-    assert "broke off 3 times" in refusal(server, tmp_path, sha256(content) if known else None)
-
-
-def test_a_server_that_does_not_answer_is_given_up(server, tmp_path):
-    server.answers = [silent(server)]
-    assert "did not answer within 0.2 seconds, 3 times" in refusal(server, tmp_path, sha256(zipped()), timeout=0.2)
-
-
 def test_no_server_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:1/tiny\.zip could not be reached, 3 times \(.*[Rr]efused"):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:1/tiny\.zip, tried 3 times: .*[Rr]efused"):
         fetch(((Download("http://127.0.0.1:1/tiny.zip", None),),), tmp_path, quiet=True)
 
 
@@ -223,21 +198,8 @@ def test_another_place_is_tried_when_the_first_fails(server, tmp_path):
     fetch(places, tmp_path, quiet=True)
     assert (tmp_path / "mirror.zip").read_bytes() == content
     server.answers = [refused(404)]
-    with pytest.raises(UserError, match=r"tiny\.zip answered 404; .*mirror2\.zip answered 404; try again"):
+    with pytest.raises(UserError, match=r"tiny\.zip.*404.*mirror2\.zip.*404.*; try again"):
         fetch((*route(server, None), *route(server, None, "mirror2.zip")), tmp_path, quiet=True)
-
-
-def test_without_a_published_hash_the_first_download_is_recorded_and_said(server, tmp_path, capsys):
-    content = zipped()
-    server.answers = [whole(content)]
-    fetch(route(server, None), tmp_path)
-    digest = hashlib.sha256(content).hexdigest()
-    assert f"no published hash of tiny.zip is known; recorded sha256 {digest}" in capsys.readouterr().err
-    assert (tmp_path / "tiny.zip.sha256").read_text() == f"{digest}\n"
-    (tmp_path / "tiny.zip").unlink()
-    server.answers = [whole(zipped(b"something else"))]
-    with pytest.raises(UserError, match="returned a file other than the known one"):
-        fetch(route(server, None), tmp_path, quiet=True)
 
 
 @pytest.fixture

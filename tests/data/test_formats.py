@@ -9,10 +9,8 @@ import json
 import lzma
 import pickle
 import shutil
-import sqlite3
 import subprocess
 import tarfile
-import zipfile
 
 import numpy as np
 import pytest
@@ -28,32 +26,10 @@ from txl.minutes.measured import text_facts
 TEXT = "The river ran by the mill; it turned the wheel — day and night.\n" * 2000
 
 
-def zipped(name: str) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(name, TEXT)
-    return file.getvalue()
-
-
-def tarred() -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        member = tarfile.TarInfo("a.txt")
-        member.size = len(TEXT.encode())
-        archive.addfile(member, io.BytesIO(TEXT.encode()))
-    return file.getvalue()
-
-
 def saved(write) -> bytes:
     file = io.BytesIO()
     write(file)
     return file.getvalue()
-
-
-def database() -> bytes:
-    connection = sqlite3.connect(":memory:")
-    connection.execute("create table texts (text)")
-    return connection.serialize()
 
 
 FORMATS = {
@@ -61,8 +37,7 @@ FORMATS = {
     "bzip2 data": bz2.compress(TEXT.encode()),
     "xz data": lzma.compress(TEXT.encode()),
     "zstd data": zstandard.compress(TEXT.encode()),
-    "a ZIP file": zipped("word/document.xml"),
-    "a tar archive": tarred(),
+    "a tar archive": tarfile.TarInfo("a.txt").tobuf() + bytes(1024),
     "a PDF": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n" + bytes(range(256)) * 300,
     "UTF-16": TEXT.encode("utf-16"),
     "UTF-16 ": b"\xfe\xff" + TEXT.encode("utf-16-be"),
@@ -72,22 +47,17 @@ FORMATS = {
     "a NumPy array": saved(lambda file: np.save(file, np.arange(220, dtype=np.uint16))),
     "a ZIP file (.docx, .xlsx, .epub, .npz and .pt too)": saved(lambda file: np.savez(file, ids=np.arange(220))),
     "Parquet data": b"PAR1\x15\x04\x15\x00" + bytes(range(256)) + b"PAR1",
-    "an SQLite database": database(),
     "a Python pickle": pickle.dumps({"ids": list(range(300))}),
-    "a MIDI file": b"MThd\0\0\0\x06\0\1\0\2\1\xe0MTrk" + bytes(300),
     "an image": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(300),
-    "an image ": b"\xff\xd8\xff\xe0\0\x10JFIF" + bytes(300),
-    "a sound recording": b"RIFF\x24\0\0\0WAVEfmt " + bytes(300),
+    "sound or music": b"RIFF\x24\0\0\0WAVEfmt " + bytes(300),
 }
 
 
 @pytest.mark.parametrize("what", FORMATS)
-def test_a_file_that_is_no_text_is_refused_by_name(what, tmp_path):
+def test_a_file_that_is_no_text_is_refused_by_name_unless_its_bytes_are_asked_for(what, tmp_path):
     path = tmp_path / "novel.txt"
     path.write_bytes(FORMATS[what])
-    said = f"{path}: {what.strip()}"
-    for unit in ("byte", "bpe"):
-        assert refusal(str(path), tmp_path / "data", unit).startswith(said)
+    assert refusal(str(path), tmp_path / "data", "bpe").startswith(f"{path}: {what.strip()}")
     with pytest.raises(UserError, match=r"novel\.txt: "):
         txl.open_corpus(str(path), whole=True, data_dir=tmp_path / "data", quiet=True)
     with pytest.raises(UserError, match=r"novel\.txt: "):
@@ -95,6 +65,12 @@ def test_a_file_that_is_no_text_is_refused_by_name(what, tmp_path):
     assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
     path.with_suffix(".txt.gz").write_bytes(gzip.compress(FORMATS[what]))
     assert f"novel.txt.gz: {what.strip()}" in refusal(f"{path}.gz", tmp_path / "data", "byte")
+    path = path.with_suffix(".bin")
+    path.write_bytes(FORMATS[what] * 2)
+    corpus = txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", quiet=True)
+    assert b"".join(text_of(corpus, split) for split in corpus.splits) == FORMATS[what] * 2
+    assert corpus.notes("test") == []
+    assert "only the unit byte reads other files" in refusal(str(path), tmp_path / "data", "char")
 
 
 def test_commands_refuse_a_file_that_is_no_text_wherever_a_text_is_read(trained, tmp_path, capsys):
@@ -120,19 +96,7 @@ def test_the_library_refuses_them_too(trained, tmp_path):
         list(surprisals(model, vocabulary, io.BytesIO(FORMATS["a PDF"])))
 
 
-@pytest.mark.parametrize("what", FORMATS)
-def test_a_name_with_the_ending_bin_asks_for_the_bytes_as_they_are(what, tmp_path):
-    path = tmp_path / "novel.bin"
-    path.write_bytes(FORMATS[what] * 2)
-    corpus = txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", quiet=True)
-    assert b"".join(text_of(corpus, split) for split in corpus.splits) == FORMATS[what] * 2
-    assert corpus.notes("test") == []
-    assert "only the unit byte reads other files" in refusal(str(path), tmp_path / "data", "char")
-
-
-@pytest.mark.parametrize(
-    "begin", ["PAR1", "%PDF-1.7", "BZh91AY&SY", "MThd", "ID3", "OggS", "RIFF....WAVE", "GIF89a", "PK"]
-)
+@pytest.mark.parametrize("begin", ["PAR1", "%PDF-1.7", "BZh91AY&SY", "RIFF....WAVE"])
 def test_a_text_may_begin_with_the_letters_of_a_format(begin, tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text(f"{begin} is how such a file begins.\n{TEXT}", encoding="utf-8")
@@ -149,38 +113,16 @@ def test_in_a_folder_only_the_texts_that_are_read_matter(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="the remedies call iconv")
-@pytest.mark.parametrize(
-    ("content", "which", "expected"),
-    [
-        (TEXT.encode("utf-16"), 0, TEXT),
-        (TEXT.encode("utf-32"), 0, TEXT),
-        (TEXT.encode("utf-16-le"), 0, TEXT),
-        (TEXT.encode("utf-16-be"), 0, TEXT),
-        ("Ein schöner Müller\n".encode("latin-1") * 99, 0, "Ein schöner Müller\n" * 99),
-        (b"one\nbad \xe9 byte\n" + TEXT.encode(), 1, "one\nbad  byte\n" + TEXT),
-        (b"one\nbad \0 byte\n" + TEXT.encode(), 1, "one\nbad  byte\n" + TEXT),
-    ],
-)
-@pytest.mark.parametrize("name", ["my novel.txt", "my novel.txt.gz"])
-def test_the_commands_in_the_messages_work(name, content, which, expected, tmp_path):
-    path = tmp_path / name
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-16-le", "utf-16-be", "latin-1"])
+@pytest.mark.parametrize("name", ["my  novel.txt", "my  novel.txt.gz"])
+def test_the_commands_in_the_messages_work(name, encoding, tmp_path):
+    path, text = tmp_path / name, "Ein schöner Müller\n" * 99
+    path.write_bytes(gzip.compress(text.encode(encoding)) if path.suffix == ".gz" else text.encode(encoding))
     message = refusal(str(path), tmp_path / "data", "char")
-    commands = message.replace("convert it: ", "convert it (").split("(")
-    commands = [each.rpartition(")")[0] or each for each in commands if " | " in each]
-    made = tmp_path / "my novel.utf8.txt"
-    subprocess.run(commands[which], shell=True, check=False, capture_output=True)
-    assert made.read_text(encoding="utf-8") == expected
-    txl.open_corpus(str(made), "char", data_dir=tmp_path / "data", quiet=True)
-
-
-def test_a_file_that_is_compressed_twice_is_not_to_be_renamed(tmp_path):
-    path = tmp_path / "novel.txt.gz"
-    path.write_bytes(gzip.compress(gzip.compress(TEXT.encode())))
-    said = f"{path}: gzip data, not UTF-8 text; it is compressed twice: decompress it once (gzip -d)"
-    assert refusal(str(path), tmp_path / "data", "byte") == said
-    path.write_bytes(gzip.decompress(path.read_bytes()))
-    txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", quiet=True)
+    made = tmp_path / "my  novel.utf8.txt"
+    command = message.partition(": ")[2].partition(": ")[2].partition(" (only")[0]
+    subprocess.run(command, shell=True, check=True, capture_output=True)
+    assert made.read_text(encoding="utf-8") == text
 
 
 def test_a_prompt_is_read_from_a_compressed_file(trained, tmp_path, capsys):
@@ -193,30 +135,12 @@ def test_a_prompt_is_read_from_a_compressed_file(trained, tmp_path, capsys):
     assert said[0] == said[1] != ""
 
 
-def test_a_message_keeps_the_spaces_of_a_name(tmp_path, capsys):
-    path = tmp_path / "my  novel.txt"
-    path.write_bytes("Ein schöner Müller\n".encode("latin-1") * 99)
-    assert main(["data", "info", str(path), "--unit", "char", "--data-dir", str(tmp_path / "data")]) == 2
-    said = capsys.readouterr().err
-    assert f"; if it is Latin-1 (iconv -l lists other encodings), convert it (cat '{path}' | iconv" in said
-
-
-def test_a_nul_byte_in_a_text_is_not_taken_for_utf_16(tmp_path):
-    path = tmp_path / "novel.txt"
-    path.write_bytes(b"one\nbad \0 byte\n" + TEXT.encode())
-    said = refusal(str(path), tmp_path / "data", "char")
-    assert "line 2); if it is UTF-16, convert it (" in said
-    assert "), else leave out such bytes (" in said
-
-
 def test_a_bad_byte_is_named_with_its_offset_and_line(tmp_path):
     path = tmp_path / "long.txt"
     before = "naïve\n".encode() * 200_000
-    path.write_bytes(before + b"caf\xe9\n")
-    offset = len(before) + 3
-    assert f"byte 0xE9 at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "char")
-    path.write_bytes(before + b"caf\0\n")
-    assert f"a NUL byte at offset {offset}, line 200,001)" in refusal(str(path), tmp_path / "data", "char")
+    for bad, said in ((b"\xe9", "byte 0xE9"), (b"\0", "a NUL byte")):
+        path.write_bytes(before + b"caf" + bad + b"\n")
+        assert f"{said} at offset {len(before) + 3}, line 200,001)" in refusal(str(path), tmp_path / "data", "char")
 
 
 def test_the_unit_byte_says_that_a_text_is_in_another_encoding(trained, tmp_path, capsys):

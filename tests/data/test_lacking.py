@@ -37,55 +37,28 @@ def seen(text: str) -> ByteVocabulary:
     return vocabulary
 
 
-ENGLISH = "the game of a thousand and well known did 1 000 , . ( )".split()
 NFD = unicodedata.normalize("NFD", "é")
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "text", "expected"),
     [
-        (
-            words(*ENGLISH, "@-@", "'t", "didn", "Hello"),
-            "Hello, (game) game. 1,000 well-known didn't zebra",
-            ["6 of the 7 words that the vocabulary lacks are known without the punctuation that touches them, such as "
-             "Hello,: the training text is tokenised (`game .`, `1 @,@ 000`, `well @-@ known`, `didn 't`); tokenise this "
-             "text in the same way"],
-        ),
-        (
-            words(*"the company 's n't did fall N analysts said".split(), *map(str, range(200))),
-            "The company's shares didn't fall 3.5%, analysts said.",
-            ["4 of the 6 words that the vocabulary lacks are known without the punctuation", "1 of the 6 words that the "
-             "vocabulary lacks are known in lower case, such as The: the training text is in lower case"],
-        ),
-        (words(*ENGLISH, "'s", lower=True), "The GAME.", ["such as game.: the training text is tokenised (`game .`, `did"]),
-        (words(*ENGLISH), "the game.", ["such as game.: the training text is tokenised (`game .`); tokenise"]),
+        (words("the", "game", "."), "the game. zebra", ["1 of the 2 words that the vocabulary lacks, such as game., are"]),
         (words("the", "game.", "game", "mill,", "Mill"), "game, The mill.", []),  # a text with its marks attached
-        (words(*ENGLISH, rule="punctuation"), "zebra; The", ["are known in lower case, such as The"]),
-        (words("café"), f"caf{NFD}", ["accents apart from their letters (NFD), such as cafe\u0301: convert the text to NFC"]),
-        (words(f"caf{NFD}"), "café", ["accents in one with their letters (NFC), such as café: convert the text to NFD"]),
-        (words("我们"), "今天我们去看了一场很好的电影", ["1 of the 1 words that the vocabulary lacks are long, such as 今天我们"]),
-        (words("我", "们"), "今天我们去看了一场很好的电影", ["put spaces between them, as in the training text"]),
-        (words(), "ACGT" * 8, ["for a text without spaces between words, use the unit char or bpe"]),
+        (words("the", rule="punctuation"), "zebra The", ["such as The, are known in lower case"]),
+        (words("café"), f"caf{NFD}", [f"such as caf{NFD}, are written with accents apart"]),
+        (words(f"caf{NFD}"), "café", ["convert the text to NFD"]),
         (words("the", "mill"), "zebra quagga", []),
-        (words("the", '￭"', rule="punctuation"), 'the “', ['other characters of the same kind: " for “']),
-        (words("the", '￭"', rule="punctuation"), '"the', []),  # a mark that is known on the other side of a word
-        (CharVocabulary("abcé"), f"A{NFD}ß", ["known in lower case, such as A", "(NFD): convert the text to NFC"]),
-        (
-            seen("abc'-\n"),
-            "a’b — “c”",
-            ["6 characters of the text never occurred in the training text ('’' (U+2019), ' ' (U+0020), '—' (U+2014), "
-             "'“' (U+201C), '”' (U+201D)): the model's probabilities there are noise; replace them, or train",
-             "the training text has other characters of the same kind: ' for ’, - for —"],
-        ),
+        (CharVocabulary("abcé"), f"A{NFD}ß", ["known in lower case", "(NFD): convert the text to NFC"]),
         (seen("abcé"), f"ab{NFD}", ["2 characters of the text never", "(NFD): convert the text to NFC"]),
-        (seen("abc"), "AB", ["2 characters of the text never", "2 of the 2 characters that training never saw are known in "
-                             "lower case"]),
+        (seen("abc"), "AB", ["2 characters of the text never", "2 of the 2 characters that training never saw, such as"]),
         (seen("abC"), "AB", ["2 characters of the text never occurred in the training text ('A' (U+0041), 'B' (U+0042))"]),
+        (seen("ab"), "\xff", ["1 character of the text never occurred in the training text ('ÿ' (U+00FF))"]),
         (seen("abc"), "abc", []),
         (ByteVocabulary(), "’", []),
     ],
 )  # fmt: skip
-def test_the_cause_is_named_and_what_to_do(vocabulary, text, expected):
+def test_the_cause_is_named(vocabulary, text, expected):
     found = notes(vocabulary, text)
     assert len(found) == len(expected)
     for note, part in zip(found, expected, strict=True):
@@ -99,22 +72,16 @@ def test_characters_of_a_text_are_counted_across_blocks_and_tokens(tmp_path):
     corpus = txl.open_corpus(str(path), "byte", data_dir=tmp_path / "data", whole=True, quiet=True)
     assert corpus.symbols("all") == {ord("a"): 400_000, ord("é"): 400_000, ord("🦆"): 400_000, 0xDCFF: 1}
     tally = Lacking(seen("aé"))
-    for value in "aé🦆🦆".encode():
+    for value in "aé🦆🦆".encode() + b"\xff":
         tally.read(bytes([value]), unknown=False)
-    assert (tally.total, tally.names()) == (2, "'🦆' (U+1F986)")
-    assert tally.notes("it")[0].startswith("2 characters of it never occurred")
+    tally.read(b"x", unknown=False)  # completes the byte that is no character
+    assert (tally.total, tally.names()) == (4, "'🦆' (U+1F986), byte 0xFF, 'x' (U+0078)")
 
 
 def test_a_line_end_of_two_characters_is_one_unknown_character():
     tally = Lacking(CharVocabulary("ab", normalise=True))
     tally.read(b"\r\n", unknown=True)
     assert (tally.names(), tally.notes("it")) == ("'\\n' (U+000A)", [])
-
-
-def test_a_byte_that_is_no_character_is_named_as_a_byte():
-    tally = Lacking(seen("ab"))
-    tally.read(b"\xff", unknown=False)
-    assert "never occurred in the training text (byte 0xFF)" in tally.notes("it")[0]
 
 
 CURLY = "They could — “really”. Ω\n"
@@ -133,20 +100,16 @@ def test_a_run_tells_what_its_training_text_never_had(unit, story, data_dir, tmp
     assert vocabulary is not None
     assert vocabulary.unseen(CURLY) == ["—", "“", "”", "Ω"]
     assert vocabulary == vocabulary_from_json(vocabulary.to_json())
-    expected = (
-        "note: 160 characters of the text never occurred in the training text ('—' (U+2014), '“' (U+201C), '”' (U+201D), "
-        "'Ω' (U+03A9)): the model's probabilities there are noise; replace them, or train on text that has them\n"
-        'note: the training text has other characters of the same kind: - for —, " for “, " for ”\n'
-    )
     assert main(["score", str(out), str(text)]) == 0
-    assert capsys.readouterr().err.endswith(expected)
+    assert (
+        "note: 160 characters of the text never occurred in the training text ('—' (U+2014)," in capsys.readouterr().err
+    )
     assert main(["score", str(out), str(part)]) == 0
     assert "note" not in capsys.readouterr().err
     words = ["eval", str(out), "--data.corpus", str(text), "--split", "all", "--data-dir", str(data_dir)]
     assert main(words) == 0
     told = capsys.readouterr().err
     assert "160 characters of the all split never occurred in the training text ('Ω' (U+03A9), '—' (U+2014)" in told
-    assert told.endswith(expected.splitlines()[-1] + "\n")
     assert main(["generate", str(out), "--prompt", "Ω", "--max-tokens", "2"]) == 0
     assert capsys.readouterr().err.startswith(
         "note: 1 character of the prompt never occurred in the training text ('Ω'"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from txl.data import lanes as module
-from txl.data.lanes import LaneStream, SentenceStream, StreamPosition, shuffled, training_stream
+from txl.data.lanes import LaneStream, StreamPosition, shuffled
 from txl.data.prepared import Sentences, Tokens
 from txl.errors import UserError
 
@@ -107,8 +107,7 @@ def as_sentences(ids: list[int]) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("boundary", ["end", "both"])
 def test_sentences_are_shuffled_anew_each_epoch_and_each_comes_whole_and_once(boundary):
     tokens = sentences(53, boundary)
-    stream = training_stream(tokens, 1, 7, seed=5)
-    assert isinstance(stream, SentenceStream)
+    stream = LaneStream(tokens, 1, 7, seed=5)
     orders, ids = [], []
     position = stream.start()
     for number in range(3):
@@ -126,7 +125,7 @@ def test_sentences_are_shuffled_anew_each_epoch_and_each_comes_whole_and_once(bo
 
 def test_a_position_among_shuffled_sentences_is_exact():
     tokens = sentences(211, "end")
-    stream, again = (SentenceStream(tokens, 3, 8, random_segments=True, seed=9) for _ in range(2))
+    stream, again = (LaneStream(tokens, 3, 8, random_segments=True, seed=9) for _ in range(2))
     position, seen = stream.start(), []
     while position.epoch < 2:
         segment = stream.read(position)
@@ -136,14 +135,14 @@ def test_a_position_among_shuffled_sentences_is_exact():
         assert torch.equal(again.read(position).tokens, segment.tokens)
         assert torch.equal(again.read(position).targets, segment.targets)
     assert not torch.equal(
-        SentenceStream(tokens, 3, 8, seed=8).read(stream.start()).tokens[:, :5], seen[0][1].tokens[:, :5]
+        LaneStream(tokens, 3, 8, seed=8).read(stream.start()).tokens[:, :5], seen[0][1].tokens[:, :5]
     )
 
 
 def test_lanes_of_shuffled_sentences_are_contiguous():
     tokens = sentences(101, "both")
-    whole = SentenceStream(tokens, 1, 11, seed=2)
-    lanes = SentenceStream(tokens, 4, 11, seed=2)
+    whole = LaneStream(tokens, 1, 11, seed=2)
+    lanes = LaneStream(tokens, 4, 11, seed=2)
     flat = torch.cat([each.tokens for each in epoch(whole, whole.start())[0]], dim=1)[0]
     cut = torch.cat([each.tokens for each in epoch(lanes, lanes.start())[0]], dim=1)
     length = len(tokens) // 4
@@ -160,7 +159,3 @@ def test_the_order_of_sentences_is_fixed_for_all_versions():
     for number in range(600):
         counts[shuffled(6, number, 3), np.arange(6)] += 1
     assert counts.min() > 60  # 100 on average: every sentence is about equally likely at every place
-
-
-def test_running_text_is_not_shuffled():
-    assert type(training_stream(np.arange(100), 2, 5)) is LaneStream

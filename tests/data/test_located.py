@@ -90,7 +90,7 @@ def assert_ids_of_a_corpus(name, end, tmp_path):
     path = tmp_path / "x.txt"
     path.write_bytes((SEEN * 30 + "the cat" + end).encode())
     recipe = Recipe(vocabulary.kind, vocabulary=vocabulary)
-    prepare(tmp_path / "corpus", "x", lambda: {"train": [Piece(path)]}, recipe, lambda *_: None)
+    prepare(tmp_path / "corpus", "x", lambda: {"train": [Piece(path)]}, recipe, quiet=True)
     tokens = list(located_tokens(Piece(path), Piece(path).blocks(), vocabulary))
     assert [token.id for token in tokens] == np.asarray(Corpus(tmp_path / "corpus").tokens("train")).tolist()
 

@@ -6,7 +6,6 @@ import errno
 import json
 import math
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 import txl
-from txl.cli import main
 from txl.data import prepared
 from txl.data.lanes import LaneStream
 from txl.errors import UserError
@@ -50,42 +48,17 @@ def test_each_altered_or_missing_file_is_noticed_by_the_next_reader(unit, tmp_pa
             assert (corpus.directory / name).read_bytes() == files[name]
 
 
-def test_no_value_of_the_record_can_be_altered(story, tmp_path, capsys):
+@pytest.mark.parametrize("new", [None, 7, math.nan, "x", True, [], {"a": 1}, 10**400])
+def test_no_value_of_the_record_can_be_altered(new, story, tmp_path):
     corpus = txl.open_corpus(str(story), "word", data_dir=tmp_path, quiet=True)
-    info, path = corpus.info(), corpus.directory / "meta.json"
+    path = corpus.directory / "meta.json"
     record = json.loads(path.read_text())
-
-    def places(value, at=()):
-        yield at
-        for key, inner in value.items() if isinstance(value, dict) else ():
-            yield from places(inner, (*at, key))
-
-    def altered(at, new):
-        if not at:
-            return new
-        values = json.loads(json.dumps(record))
-        inner = values
-        for key in at[:-1]:
-            inner = inner[key]
-        if new is ...:
-            del inner[at[-1]]
-        else:
-            inner[at[-1]] = new
-        return values
-
-    tried = 0
-    for at in places(record):
-        for new in (..., None, 7, -1.5, math.nan, math.inf, "x", True, [], {}, [1], {"a": 1}, 10**400, at):
-            if (new is ... and not at) or (text := json.dumps(altered(at, new))) == json.dumps(record):
-                continue
-            path.write_text(text)
-            with pytest.raises(UserError, match="damaged|not JSON"):
-                prepared.Corpus(corpus.directory)
-            tried += 1
-    assert tried > 300
+    for changed in (new, record | {"bytes": new}, record | {"splits": record["splits"] | {"train": new}}):
+        path.write_text(json.dumps(changed))
+        with pytest.raises(UserError, match="damaged|not JSON"):
+            prepared.Corpus(corpus.directory)
     path.write_text("[" * 100_000)
-    assert txl.open_corpus(str(story), "word", data_dir=tmp_path).info() == info
-    assert "meta.json: not JSON" in capsys.readouterr().err
+    assert txl.open_corpus(str(story), "word", data_dir=tmp_path, quiet=True).info() == corpus.info()
 
 
 def test_unchanged_files_are_read_for_verification_once(story, tmp_path, monkeypatch):
@@ -142,28 +115,3 @@ def test_a_corpus_that_cannot_be_read_now_is_not_removed(number, story, tmp_path
             with pytest.raises(UserError, match=os.strerror(number)):
                 txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == files
-
-
-def untimed(values: dict) -> dict:
-    return {name: value for name, value in values.items() if "second" not in name}
-
-
-def test_a_command_that_evaluates_never_reads_an_altered_corpus(trained, tmp_path, capsys):
-    run = shutil.copytree(trained, tmp_path / "run")  # commands write their results into the run
-    data_dir = tmp_path / "data"
-    words = ["eval", str(run), "--data-dir", str(data_dir), "--device", "cpu", "--max-tokens", "200"]
-
-    def figures():
-        status = main([*words, "--json"])
-        said = capsys.readouterr()
-        assert status == 0, said.err
-        return json.loads(said.out, object_hook=untimed)
-
-    before = figures()
-    for path in data_dir.glob("*/*.tokens"):
-        flip(path)
-    assert figures() == before
-    for path in data_dir.glob("*/*.tokens"):
-        flip(path)
-    assert main(words) == 0
-    assert "altered since it was prepared; preparing" in capsys.readouterr().err

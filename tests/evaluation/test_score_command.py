@@ -86,7 +86,7 @@ def test_a_text_of_windows_is_scored_as_that_of_unix_and_that_is_said(unit, runs
     data = windows.read_bytes()
     for row in tables["windows"]:
         assert unescaped(row["token"]) == data[int(row["start"]) : int(row["end"])]
-    assert f"without a byte order mark and with \\n for {ends} line ends \\r\\n" in told["windows"]
+    assert f"without byte order marks (1) and with \\n for {ends} line ends \\r\\n" in told["windows"]
     assert "byte order mark" not in told["unix"]
     assert "byte order mark" in told["raw"]
     assert (f"{ends:,} \\r that the vocabulary lacks; normalise true reads it without" in told["raw"]) == (

@@ -241,10 +241,10 @@ def leaping(monkeypatch):
 
 def tokens_of_step(story, data_dir, number):
     import txl
-    from txl.data.lanes import training_stream
+    from txl.data.lanes import LaneStream
 
     corpus = txl.open_corpus(str(story), data_dir=data_dir)
-    stream = training_stream(corpus.tokens("train"), 4, 8)
+    stream = LaneStream(corpus.tokens("train"), 4, 8)
     position = stream.start()
     for _ in range(number - 1):
         position = stream.read(position).next

@@ -285,9 +285,9 @@ def test_short_segments_take_shorter_steps_if_lengths_are_random(story, data_dir
 
 @pytest.mark.parametrize(("options", "shift"), [({}, 0), ({"train.epoch_shift": "3"}, 3), ({"train.loss": "half"}, 4)])
 def test_passes_over_the_text_begin_later_if_they_shall(options, shift, story, data_dir, tmp_path, monkeypatch):
-    streams, real = [], trainer_module.training_stream
+    streams, real = [], trainer_module.LaneStream
     monkeypatch.setattr(
-        trainer_module, "training_stream", lambda *args, **kw: streams.append(real(*args, **kw)) or streams[0]
+        trainer_module, "LaneStream", lambda *args, **kw: streams.append(real(*args, **kw)) or streams[0]
     )
     train(small_run(str(story), **{"train.segment": "8", "train.steps": "1"}, **options), tmp_path / "run", data_dir)
     assert [streams[0]._begin(epoch) for epoch in range(3)] == [0, shift, 2 * shift % 8]

@@ -9,9 +9,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from txl.data.archives import ARCHIVES, unpack
-from txl.data.benchmarks import Benchmark, Layout
-from txl.data.compressed import COMPRESSED
+from txl.data.benchmarks import Benchmark
+from txl.data.compressed import ARCHIVES, COMPRESSED, unpack
 from txl.data.pieces import SPLITS, Piece, Pieces, character_start, content_size, cut
 from txl.errors import UserError
 
@@ -27,20 +26,16 @@ def source_files(benchmark: Benchmark, source: Path) -> list[Path]:
 
 @contextmanager
 def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]:
-    """Yield the parts of a corpus; an archive is unpacked for the duration of the `with` block.
-
-    Args:
-        benchmark: public corpus, which names the files.
-        source: folder, archive, or the only file of a one-file corpus.
-        scratch: folder to unpack in; created if necessary.
-    """
+    """Yield the parts of a corpus; an archive is unpacked below `scratch` for the duration of the `with` block."""
     parts, archive = _look(benchmark, source)
     if archive is None:
         yield parts
         return
     scratch.mkdir(parents=True, exist_ok=True)
+    names = {name for layout in benchmark.layouts for names in layout.values() for name in names}
+    patterns = [f"{inside}/{name}".removeprefix("/") for name in names for inside in benchmark.folders]
     with TemporaryDirectory(prefix=f".{benchmark.name}.partial-", dir=scratch) as folder:
-        unpack(archive, Path(folder), lambda name: _is_wanted(benchmark, name))
+        unpack(archive, Path(folder), lambda name: any(fnmatch(name.removeprefix("./"), part) for part in patterns))
         unpacked = _find(benchmark, Path(folder))
         # What the archive has wins: a file beside it may be of another text.
         parts = parts | unpacked if _missing(benchmark, unpacked) else unpacked
@@ -49,15 +44,10 @@ def opened(benchmark: Benchmark, source: Path, scratch: Path) -> Iterator[Parts]
 
 
 def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False) -> Pieces:
-    """Return the pieces of each split.
+    """Return the pieces of each split, with `strip` without white space at its ends, as in the authors' text8.
 
-    A one-file corpus whose length differs from the published one is cut in the same proportions.
-
-    Args:
-        benchmark: public corpus, which gives the sizes of the splits of a one-file corpus.
-        parts: files of the corpus.
-        unit: unit of the tokens; only the unit byte may be cut inside a character.
-        strip: True to remove white space at the ends of each split, as in the authors' text8.
+    A one-file corpus whose length differs from the published one is cut in the same proportions; in other units than
+    byte, at the beginning of a character.
     """
     if "whole" not in parts:
         pieces = {split: [Piece(path) for path in parts[split]] for split in SPLITS}
@@ -69,20 +59,15 @@ def pieces_of(benchmark: Benchmark, parts: Parts, unit: str, strip: bool = False
             edges = [character_start(parts["whole"], sizes, edge) for edge in edges]
         bounds = zip(SPLITS, [0, *edges], [*edges, total], strict=True)
         pieces = {split: cut(parts["whole"], sizes, first, end) for split, first, end in bounds}
-    return {split: _stripped(those) for split, those in pieces.items()} if strip else pieces
-
-
-def _stripped(pieces: list[Piece]) -> list[Piece]:
-    """Return the pieces of a split without a space at its beginning or end (text8 has at most one at each)."""
-    pieces = [piece for piece in pieces if next(piece.blocks(), b"")]
-    if not pieces:
-        return pieces  # `prepare` refuses an empty split
-    first, last = pieces[0], pieces[-1]
-    if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
-        pieces[0] = Piece(first.path, first.start + 1, first.end)
-    end = content_size(last.path) if last.end is None else last.end
-    if next(Piece(last.path, end - 1, end).blocks(), b"").isspace():
-        pieces[-1] = Piece(pieces[-1].path, pieces[-1].start, end - 1)
+    for held in pieces.values() if strip else ():
+        held[:] = [piece for piece in held if next(piece.blocks(), b"")]
+        if held:  # `prepare` refuses an empty split; text8 has at most one space at each end
+            first, last = held[0], held[-1]
+            end = content_size(last.path) if last.end is None else last.end
+            if next(Piece(first.path, first.start, first.start + 1).blocks(), b"").isspace():
+                held[0] = Piece(first.path, first.start + 1, first.end)
+            if next(Piece(last.path, end - 1, end).blocks(), b"").isspace():
+                held[-1] = Piece(held[-1].path, held[-1].start, end - 1)
     return pieces
 
 
@@ -113,28 +98,17 @@ def file_differences(benchmark: Benchmark, parts: Parts) -> dict[str, str]:
 def count_differences(
     known: dict[str, int], tokens: dict[str, int], sizes: tuple[int, int] | None, vocabulary_size: int
 ) -> list[str]:
-    """Return a message for each count that differs from the known one.
-
-    Args:
-        known: expected number of tokens of each split.
-        tokens: actual number of tokens of each split.
-        sizes: smallest and largest expected vocabulary size; None: unknown.
-        vocabulary_size: actual vocabulary size.
-    """
-    differences = [
-        _off(f"the {split} split has", tokens[split], expected, "tokens")
-        for split, expected in known.items()
-        if tokens[split] != expected
-    ]
+    """Return a message for each number of tokens, and for the vocabulary size, that differs from the known ones."""
+    wrong = [(split, expected) for split, expected in known.items() if tokens[split] != expected]
+    differences = [_off(f"the {split} split has", tokens[split], expected, "tokens") for split, expected in wrong]
     if sizes is not None and not sizes[0] <= vocabulary_size <= sizes[1]:
-        nearest = sizes[0] if vocabulary_size < sizes[0] else sizes[1]
+        nearest = min(sizes, key=lambda size: abs(size - vocabulary_size))
         differences.append(_off("the vocabulary has", vocabulary_size, nearest, "tokens"))
     return differences
 
 
 def _off(what: str, have: int, expected: int, unit: str) -> str:
-    difference = abs(have - expected)
-    return f"{what} {have:,} {unit}, {difference:,} too {'few' if have < expected else 'many'}: expected {expected:,}"
+    return f"{what} {have:,} {unit}, {have - expected:+,}: expected {expected:,}"
 
 
 def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, Path | None]:
@@ -150,59 +124,44 @@ def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, Path | None]:
             return parts, archives[0]
         _require(benchmark, source, parts)
         return parts, None
-    if not source.is_file():
-        raise UserError(f"{source}: no such file or folder; expected {_expected(benchmark)}")
-    if source.name.endswith(ARCHIVES):
+    if source.is_file() and source.name.endswith(ARCHIVES):
         beside = _find(benchmark, source.parent)
         return {part: beside[part] for part in ("vocabulary",) if part in beside}, source
-    if any("whole" in layout for layout in benchmark.layouts):
+    if source.is_file() and any("whole" in layout for layout in benchmark.layouts):
         return {"whole": [source]}, None
-    raise UserError(f"{source}: one file cannot be {benchmark.name}; expected {_expected(benchmark)}")
+    problem = f"one file cannot be {benchmark.name}" if source.is_file() else "no such file or folder"
+    raise UserError(f"{source}: {problem}", expected=_expected(benchmark))
 
 
 def _find(benchmark: Benchmark, folder: Path) -> Parts:
     """Return the parts of the first layout that is complete in a folder, else of the most complete layout."""
+
+    def matching(names: tuple[str, ...]) -> Iterator[list[Path]]:
+        for name in names:
+            for inside in benchmark.folders:
+                for ending in ("", *COMPRESSED):
+                    wanted = folder / inside / f"{name}{ending}"
+                    paths = wanted.parent.glob(wanted.name) if "*" in name else [wanted]
+                    yield sorted(path for path in paths if path.is_file())
+
     layouts: list[Parts] = []
     for layout in benchmark.layouts:
-        paths = {part: next(filter(None, _matching(benchmark, folder, names)), []) for part, names in layout.items()}
+        paths = {part: next(filter(None, matching(names)), []) for part, names in layout.items()}
         if all(paths.values()):
             return paths
         layouts.append({part: files for part, files in paths.items() if files})
     return max(layouts, key=len)
 
 
-def _matching(benchmark: Benchmark, folder: Path, names: tuple[str, ...]) -> Iterator[list[Path]]:
-    for name in names:
-        for inside in benchmark.folders:
-            for ending in ("", *COMPRESSED):
-                paths = (folder / inside).glob(name + ending) if "*" in name else [folder / inside / (name + ending)]
-                yield sorted(path for path in paths if path.is_file())
-
-
-def _is_wanted(benchmark: Benchmark, member: str) -> bool:
-    """Return whether a path inside an archive may be one of the corpus's files."""
-    names = {name for layout in benchmark.layouts for names in layout.values() for name in names}
-    patterns = [f"{inside}/{name}".removeprefix("/") for name in names for inside in benchmark.folders]
-    return any(fnmatch(member.removeprefix("./"), pattern) for pattern in patterns)
-
-
-def _missing(benchmark: Benchmark, parts: Parts) -> Layout:
-    """Return the missing parts of the most complete layout, with their names; empty if a layout is complete."""
-    lacks = [{part: names for part, names in layout.items() if part not in parts} for layout in benchmark.layouts]
-    return min(lacks, key=len)
+def _missing(benchmark: Benchmark, parts: Parts) -> list[str]:
+    """Return the missing parts of the most complete layout; empty if a layout is complete."""
+    return min(([part for part in layout if part not in parts] for layout in benchmark.layouts), key=len)
 
 
 def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
-    missing = _missing(benchmark, parts)
-    if not missing:
-        return
-    paths = source.iterdir() if source.is_dir() else (path for files in parts.values() for path in files)
-    names = sorted({path.name for path in paths})
-    if not names:
-        raise UserError(f"{source}: no file of {benchmark.name} is there; expected {_expected(benchmark)}")
-    held = f"it holds {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}"
-    lacks = " and ".join(f"{part} ({' or '.join(names[:2])})" for part, names in missing.items())
-    raise UserError(f"{source}: no {lacks} of {benchmark.name} there, {held}; expected {_expected(benchmark)}")
+    if missing := _missing(benchmark, parts):
+        problem = f"no {' and no '.join(missing)} file of {benchmark.name} is there"
+        raise UserError(f"{source}: {problem}", expected=_expected(benchmark))
 
 
 def _expected(benchmark: Benchmark) -> str:

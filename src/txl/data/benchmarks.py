@@ -6,26 +6,19 @@ first download is recorded and printed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from txl.config import Unit
 
+# Possible file names of each part of a corpus (train, valid, test, whole, vocabulary), the preferred one first. A name
+# with a `*` stands for all files that match, sorted by name.
 Layout = dict[str, tuple[str, ...]]
-"""Possible file names of each part of a corpus (train, valid, test, whole, vocabulary), the preferred one first. A name
-with a `*` stands for all files that match, sorted by name."""
-Counts = dict[str, int]
-"""Number of tokens of each split, including one `<eos>` per line."""
 
 
 @dataclass(frozen=True)
 class Download:
-    """A file to download.
-
-    Args:
-        url: its address.
-        hash: its hash, as "sha256:..." or with another algorithm; None if no citable source states one.
-    """
+    """Address of a file to download, and its hash ("sha256:..."); None if no citable source states one."""
 
     url: str
     hash: str | None = None
@@ -38,47 +31,27 @@ class Download:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A public corpus with fixed splits.
-
-    Args:
-        name: its name in this package.
-        description: description in one line.
-        unit: unit of the published results.
-        layouts: possible layouts of the files in a folder or an archive; the first complete layout is used.
-        folders: subfolders of the given folder that may hold the files; "" is the folder itself.
-        archives: names of the archives that may hold the files.
-        routes: alternative sets of files to download; the first available set is used.
-        tokens: known number of tokens of each split in `unit`.
-        tokens_both: the same with two boundary tokens between sentences.
-        vocabulary: smallest and largest known vocabulary size; None: unknown.
-        hashes: known hashes of the parts; the part `all` is train, valid and test concatenated.
-        cuts: sizes in bytes of train, valid and test, if the corpus is published as one file; else None.
-        sentences: True for a corpus of separate sentences between boundary tokens, which training shuffles.
-        closed: whether the vocabulary has only the symbols that occur, most frequent first: always, or in the authors'.
-        original_vocabulary: smallest and largest vocabulary size with the authors' loader; None: as `vocabulary`.
-        original_counts_all: True if the authors count the vocabulary over all splits.
-        original_rewrite: what the authors change in the text ("drop newlines" or "lower case"); None: nothing.
-        original_strips: True if the authors leave out spaces at the ends of each split.
-    """
+    """A public corpus with fixed splits."""
 
     name: str
     description: str
-    unit: Unit
-    layouts: tuple[Layout, ...]
-    folders: tuple[str, ...]
-    archives: tuple[str, ...]
-    routes: tuple[tuple[Download, ...], ...]
-    tokens: Counts = field(default_factory=dict)
-    tokens_both: Counts = field(default_factory=dict)
-    vocabulary: tuple[int, int] | None = None
-    hashes: dict[str, str] = field(default_factory=dict)
-    cuts: tuple[int, int, int] | None = None
-    sentences: bool = False
+    unit: Unit  # of the published results
+    layouts: tuple[Layout, ...]  # of the files in a folder or an archive; the first complete layout is used
+    folders: tuple[str, ...]  # subfolders of the given folder that may hold the files; "" is the folder itself
+    archives: tuple[str, ...]  # names of the archives that may hold the files
+    routes: tuple[tuple[Download, ...], ...]  # alternative sets of files; the first available set is used
+    tokens: dict[str, int] = field(default_factory=dict)  # known number in each split, one `<eos>` a line included
+    tokens_both: dict[str, int] = field(default_factory=dict)  # with two boundary tokens between sentences
+    vocabulary: tuple[int, int] | None = None  # smallest and largest known size
+    hashes: dict[str, str] = field(default_factory=dict)  # of the parts; `all`: train, valid and test concatenated
+    cuts: tuple[int, int, int] | None = None  # sizes in bytes of the splits of a corpus that is published as one file
+    sentences: bool = False  # separate sentences between boundary tokens, which training shuffles
+    # Whether the vocabulary has only the symbols that occur, most frequent first: always, or in the authors'.
     closed: Literal["never", "original", "always"] = "never"
-    original_vocabulary: tuple[int, int] | None = None
-    original_counts_all: bool = True
-    original_rewrite: str | None = None
-    original_strips: bool = False
+    original_vocabulary: tuple[int, int] | None = None  # size with the authors' loader; None: as `vocabulary`
+    original_counts_all: bool = True  # the authors count the vocabulary over all splits
+    original_rewrite: str | None = None  # what the authors change in the text: "drop newlines" or "lower case"
+    original_strips: bool = False  # the authors leave out spaces at the ends of each split
 
 
 _VALID = ("valid", "validation", "val", "dev")
@@ -101,48 +74,51 @@ _WHOLE_OR_SPLITS: Layout = {
     "test": ("test.txt.raw", "test.txt", "test.raw"),
 }
 
-_HUNDRED_MILLION = {"train": 90_000_000, "valid": 5_000_000, "test": 5_000_000}
-ENWIK8 = Benchmark(
-    name="enwik8",
-    description="first 100 MB of an English Wikipedia dump of 2006, bytes (36 MB download)",
-    unit="byte",
-    layouts=({"whole": ("enwik8", "enwik8.txt")}, _WHOLE_OR_SPLITS),
-    folders=("", "enwik8"),
-    archives=("enwik8.zip",),
-    # sha256 of the archive: huggingface/datasets, datasets/enwik8/dataset_infos.json; md5 of the content: the
-    # Large Text Compression Benchmark, https://mattmahoney.net/dc/textdata.html
-    routes=(
-        (
-            Download(
-                "https://mattmahoney.net/dc/enwik8.zip",
-                "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-            ),
-        ),
+_CUTS = (90_000_000, 5_000_000, 5_000_000)
+
+
+def _hundred_megabytes(name: str, description: str, unit: Unit, archive_hash: str, content_hash: str) -> Benchmark:
+    """Return a corpus of the first 100 MB of Wikipedia, which is published as one file."""
+    return Benchmark(
+        name=name,
+        description=description,
+        unit=unit,
+        layouts=({"whole": (name, f"{name}.txt")}, _WHOLE_OR_SPLITS),
+        folders=("", name),
+        archives=(f"{name}.zip",),
+        routes=((Download(f"https://mattmahoney.net/dc/{name}.zip", archive_hash),),),
+        tokens=dict(zip(("train", "valid", "test"), _CUTS, strict=True)),
+        hashes={"all": content_hash},
+        cuts=_CUTS,
+    )
+
+
+# Hashes of the archives: huggingface/datasets, datasets/enwik8/dataset_infos.json, and dmlc/gluon-nlp,
+# scripts/datasets/url_checksums/language_model.txt; of the content: the Large Text Compression Benchmark,
+# https://mattmahoney.net/dc/textdata.html
+ENWIK8 = replace(
+    _hundred_megabytes(
+        "enwik8",
+        "first 100 MB of an English Wikipedia dump of 2006, bytes (36 MB download)",
+        "byte",
+        "sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        "md5:a1fa5ffddb56f4953e226637dabbb36a",
     ),
-    tokens=_HUNDRED_MILLION,
     closed="original",
     original_vocabulary=(204, 204),  # without the newline
     original_rewrite="drop newlines",
-    hashes={"all": "md5:a1fa5ffddb56f4953e226637dabbb36a"},
-    cuts=(90_000_000, 5_000_000, 5_000_000),
 )
-
-TEXT8 = Benchmark(
-    name="text8",
-    description="100 MB of English Wikipedia in 27 symbols, a to z and space (31 MB download)",
-    unit="char",
-    layouts=({"whole": ("text8", "text8.txt")}, _WHOLE_OR_SPLITS),
-    folders=("", "text8"),
-    archives=("text8.zip",),
-    # sha1 of the archive: dmlc/gluon-nlp, scripts/datasets/url_checksums/language_model.txt; md5 of the content:
-    # https://mattmahoney.net/dc/textdata.html
-    routes=((Download("https://mattmahoney.net/dc/text8.zip", "sha1:6c70299b93b7e1f927b42cd8f6ac1a31547c7a2e"),),),
-    tokens=_HUNDRED_MILLION,
+TEXT8 = replace(
+    _hundred_megabytes(
+        "text8",
+        "100 MB of English Wikipedia in 27 symbols, a to z and space (31 MB download)",
+        "char",
+        "sha1:6c70299b93b7e1f927b42cd8f6ac1a31547c7a2e",
+        "md5:3bea1919949baf155f99411df5fada7e",
+    ),
     vocabulary=(27, 27),
     closed="always",
     original_strips=True,
-    hashes={"all": "md5:3bea1919949baf155f99411df5fada7e"},
-    cuts=(90_000_000, 5_000_000, 5_000_000),
 )
 
 

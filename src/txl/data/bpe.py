@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterable
 
@@ -16,13 +17,11 @@ from txl.files import JsonObject, is_utf8
 
 # Characters of a corpus passed to the BPE library at once; tokens do not cross the ends of these chunks.
 BPE_CHUNK = 1 << 16
-# Characters from which BPE encodes a text outside of the interpreter's lock. This starts the library's own threads, and
-# a later fork of the process then prints a warning of the library.
+BPE_TRAINING_BYTES = 100_000_000  # about as many bytes are read to learn merges, spread evenly over the training text
+# Characters from which BPE encodes a text outside of the interpreter's lock, which starts the library's own threads.
 _LONG = 1 << 14
-# Characters of a piece of text (a word, a number ...) in which BPE merges are learned; longer pieces are cut. The time
-# that the library takes grows with the square of this length. For DNA, protein and Chinese without marks, 4,096 tokens
-# learned in pieces of 256, 1,024 and 4,096 characters give the same number of tokens and entropy within 0.2%; learning
-# takes 1, 1.2 and 2 to 3.7 times as long.
+# Characters of a piece of text (a word, a number ...) in which BPE merges are learned; longer pieces are cut, because
+# the time that the library takes grows with the square of this length.
 BPE_LONGEST = 1 << 10
 # A piece of text as the BPE library cuts it, apart from a space before it; signs such as ½ count as letters here.
 _RUN = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")
@@ -50,11 +49,16 @@ class BpeVocabulary(Vocabulary):
             self.border = re.compile(r"(?<=\S)[ \t\r\n]")
 
     @staticmethod
-    def train(texts: Iterable[str], vocab_size: int, *, normalise: bool = False) -> BpeVocabulary:
-        """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges."""
+    def train(texts: Iterable[str], vocab_size: int, *, n_bytes: int = 0, normalise: bool = False) -> BpeVocabulary:
+        """Learn a vocabulary of at most `vocab_size` tokens: the 256 bytes and the most useful merges.
+
+        Of a long text (`n_bytes`), only every k-th chunk is read.
+        """
         if vocab_size < 257:
             expected = "257 or more (256 bytes and merges of them)"
             raise UserError(field="data.vocab_size", value=vocab_size, expected=expected)
+        chunks = (text[start : start + BPE_CHUNK] for text in texts for start in range(0, len(text), BPE_CHUNK))
+        every = max(1, math.ceil(n_bytes / BPE_TRAINING_BYTES))
         tokenizer = byte_level(models.BPE())
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -62,7 +66,7 @@ class BpeVocabulary(Vocabulary):
             show_progress=False,
             special_tokens=[],
         )
-        tokenizer.train_from_iterator(map(_without_long_pieces, texts), trainer)
+        tokenizer.train_from_iterator(map(_without_long_pieces, itertools.islice(chunks, 0, None, every)), trainer)
         return BpeVocabulary(tokenizer, normalise=normalise)
 
     def __len__(self) -> int:
@@ -77,10 +81,9 @@ class BpeVocabulary(Vocabulary):
                 parts.append(np.array([self._pieces.index(utf8(whole))]))
                 continue
             for part in self._parts(whole):
-                if len(part) < _LONG:
-                    ids = self.tokenizer.encode(part).ids
-                else:  # `encode` would keep all other threads waiting
-                    ids = self.tokenizer.encode_batch_fast([part])[0].ids
+                # For a long part: `encode` would keep all other threads waiting.
+                is_short, encoder = len(part) < _LONG, self.tokenizer
+                ids = (encoder.encode(part) if is_short else encoder.encode_batch_fast([part])[0]).ids
                 parts.append(np.fromiter(ids, np.int64, len(ids)))
         return np.concatenate(parts)
 
@@ -111,7 +114,7 @@ def read_tokenizer(values: JsonObject) -> Tokenizer:
     if values["model"].get("continuing_subword_prefix"):  # the library may panic at it
         raise UserError("a bpe vocabulary's tokenizer has a model that is not plain byte-level BPE")
     tokenizer = Tokenizer.from_str(json.dumps(values))
-    stated, plain = (json.loads(each.to_str()) for each in (tokenizer, byte_level(models.BPE())))
+    stated, plain = (json.loads(one.to_str()) for one in (tokenizer, byte_level(models.BPE())))
     plain["model"] |= {name: stated["model"].get(name) for name in ("vocab", "merges")}
     for name in plain | stated:
         if stated.get(name) != plain.get(name):

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from txl.data.blocks import Blocks, escaped
-from txl.data.pieces import Piece
+from txl.data.pieces import Blocks, Piece, escaped
 from txl.data.vocabulary import Vocabulary, check_symbols, utf8
 from txl.data.words import UNK
 from txl.errors import UserError, named
@@ -17,11 +16,7 @@ from txl.files import JsonObject
 
 
 class ByteVocabulary(Vocabulary):
-    """Vocabulary of all 256 bytes, which can read every file, or only of the bytes that a benchmark counts.
-
-    Args:
-        values: bytes in the order of their ids; None: all 256, each with its value as id.
-    """
+    """Vocabulary of all 256 bytes, which can read every file, or only of `values` in the order of their ids."""
 
     kind = "byte"
     reads_all = True
@@ -47,9 +42,8 @@ class ByteVocabulary(Vocabulary):
         values = np.frombuffer(utf8(text), dtype=np.uint8)
         ids = self._table[values]
         if not self.is_text and (ids < 0).any():
-            lacking = np.unique(values[ids < 0]).tolist()
-            named = ", ".join(f"0x{value:02X}" for value in lacking[:8]) + (" and more" if len(lacking) > 8 else "")
-            raise UserError(f"the text has bytes that the vocabulary of {len(self)} lacks: {named}; leave them out")
+            lacking = ", ".join(f"0x{value:02X}" for value in np.unique(values[ids < 0])[:8])
+            raise UserError(f"the text has bytes that the vocabulary of {len(self)} lacks: {lacking}; leave them out")
         return ids
 
     def texts(self, piece: Piece, blocks: Iterable[bytes]) -> Blocks:
@@ -62,15 +56,7 @@ class ByteVocabulary(Vocabulary):
 
 
 class CharVocabulary(Vocabulary):
-    """Vocabulary of characters and `<unk>`; a benchmark's closed alphabet has no `<unk>`.
-
-    Args:
-        characters: characters in the order of their ids, without `<unk>`.
-        unknown: True for a vocabulary with `<unk>`.
-        unk_id: id of `<unk>`, if there is one.
-        lower: value of `Vocabulary.lower`.
-        normalise: value of `Vocabulary.normalise`.
-    """
+    """Vocabulary of characters, in the order of their ids, and `<unk>`; not so (`unknown`) a benchmark's alphabet."""
 
     kind = "char"
 
@@ -88,8 +74,7 @@ class CharVocabulary(Vocabulary):
         if not all(isinstance(character, str) and len(character) == 1 for character in self.characters):
             raise UserError("a character vocabulary holds something that is not one character")
         check_symbols(self.characters, "character")
-        self.symbols = list(self.characters)
-        """Characters and `<unk>` in the order of their ids."""
+        self.symbols = list(self.characters)  # and `<unk>`, in the order of their ids
         if unknown:
             if type(unk_id) is not int or not 0 <= unk_id <= len(self.characters):
                 raise UserError(f"a character vocabulary's unk_id is {unk_id!r}; expected the id of <unk>")
@@ -109,7 +94,8 @@ class CharVocabulary(Vocabulary):
 
     def encode_block(self, text: str) -> np.ndarray:
         """Return one token id per character; see `Vocabulary.encode_block`."""
-        ids = self._lookup(text)
+        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
+        ids = self._table[np.minimum(codes, len(self._table) - 1)]
         if self.unk_id is None and (ids < 0).any():
             characters = sorted({text[place] for place in np.flatnonzero(ids < 0)})
             raise UserError(f"the text has characters that the vocabulary lacks: {named(characters)}; leave them out")
@@ -126,11 +112,8 @@ class CharVocabulary(Vocabulary):
     def lacking(self, text: str) -> list[str]:
         """Return the characters of a text that the vocabulary lacks."""
         text = self.read(text)
-        return list(dict.fromkeys(text[place] for place in np.flatnonzero(self._lookup(text) == self.unk_id)))
-
-    def _lookup(self, text: str) -> np.ndarray:
-        codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
-        return self._table[np.minimum(codes, len(self._table) - 1)]
+        unknown = [] if self.unk_id is None else np.flatnonzero(self.encode_block(text) == self.unk_id)
+        return list(dict.fromkeys(text[place] for place in unknown))
 
     def to_json(self) -> JsonObject:
         """Return the characters in the order of their ids."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import hashlib
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import get_args
 
@@ -17,29 +15,14 @@ from txl.data.benchmarks import BENCHMARKS
 from txl.data.formats import reading_note
 from txl.data.pieces import SPLITS, WHOLE, Piece, Pieces
 from txl.data.prepare import Recipe, normalises, prepare, prepared_before, stamps_of
-from txl.data.prepared import META_FORMAT, Corpus
-from txl.data.progress import preparing, say
+from txl.data.prepared import META_FORMAT, Corpus, json_sha256
+from txl.data.progress import say
 from txl.data.public import PublicCorpus, cut_down_by
-from txl.data.standard_library import stdlib_files, stdlib_pieces
-from txl.data.user_text import find_files, refuse_no_text, user_pieces
+from txl.data.user_text import find_files, refuse_no_text, stdlib_files, stdlib_pieces, user_pieces
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import Field, UserError, did_you_mean
 from txl.files import JsonObject, absolute, cache_folder, refuse_file
-
-__all__ = [
-    "Corpus",
-    "absolute_path",
-    "data_directory",
-    "is_named",
-    "known_vocabulary_size",
-    "list_corpora",
-    "natural_unit",
-    "open_corpus",
-    "refuse_unused",
-    "vocabulary_size",
-    "with_absolute_paths",
-]
 
 STDLIB = "stdlib"
 
@@ -58,25 +41,18 @@ def natural_unit(name: str) -> Unit:
 
 
 def refuse_unused(data: DataConfig, given: Iterable[str]) -> None:
-    """Refuse settings that have no effect on the configured corpus and unit.
-
-    Args:
-        data: data settings.
-        given: full names of the settings that a user has set, such as "data.min_count".
-    """
+    """Refuse given settings (full names such as "data.min_count") without effect on the corpus and unit."""
     public = BENCHMARKS.get(data.corpus)
+    no_use = f"{data.unit} tokens do not use it"
     uses = {
-        "vocab_size": (data.unit == "bpe", f"{data.unit} tokens do not use it"),
-        **dict.fromkeys(
-            ("min_count", "max_words", "word_rule"), (data.unit == "word", f"{data.unit} tokens do not use it")
-        ),
+        "vocab_size": (data.unit == "bpe", no_use),
+        **dict.fromkeys(("min_count", "max_words", "word_rule"), (data.unit == "word", no_use)),
         "normalise": (data.unit != "byte", "bytes are never changed"),
         **dict.fromkeys(("like_original", "verify"), (public is not None, "only public corpora use it")),
         "boundary": (public is not None and public.sentences, "only lm1b uses it"),
     }
-    usual = DataConfig()
     for name, (is_used, why) in uses.items():
-        if not is_used and f"data.{name}" in given and getattr(data, name) != getattr(usual, name):
+        if not is_used and f"data.{name}" in given and getattr(data, name) != getattr(DataConfig, name):
             raise UserError(field=f"data.{name}", value=getattr(data, name), but=why, remedy="leave it out")
 
 
@@ -138,50 +114,36 @@ def open_corpus(
     Raises:
         UserError: if the corpus does not exist, cannot be read in this unit, or differs from the known public corpus.
     """
-    is_public = name in BENCHMARKS
-    config = _with_unit(_named(name, whole), unit, config, vocabulary)
+    if not name:
+        remedy = ("give ", Field("data.corpus"))
+        raise UserError("no corpus is named (an imported model has none of its own)", remedy=remedy)
+    name = absolute_path(name)
+    if whole and is_named(name):
+        raise UserError(f"{name} has the splits {', '.join(SPLITS)}; the split {WHOLE} exists only for your own text")
     chosen = {"like_original": like_original, "boundary": boundary, "verify": verify}
-    config = dataclasses.replace(config, **{name: value for name, value in chosen.items() if value is not None})
-    if config.boundary not in get_args(Boundary):
-        raise UserError(
-            field="data.boundary", value=config.boundary, expected=f"one of {', '.join(get_args(Boundary))}"
-        )
-    source = source if source is not None else config.source
-    folder = data_directory(data_dir)
-    if is_public:
+    chosen = {setting: value for setting, value in chosen.items() if value is not None}
+    if vocabulary is not None:
+        unit = vocabulary.kind
+    chosen["unit"] = unit or (natural_unit(name) if config is None else config.unit)
+    config = dataclasses.replace(config or DataConfig(), corpus=name, **chosen)
+    for field, value, known in (("unit", config.unit, Unit), ("data.boundary", config.boundary, Boundary)):
+        if value not in get_args(known):
+            raise UserError(field=field, value=value, expected=f"one of {', '.join(get_args(known))}")
+    source, folder = config.source if source is None else source, data_directory(data_dir)
+    if name in BENCHMARKS:
         source = None if source is None else Path(os.path.expanduser(source))
         return PublicCorpus(BENCHMARKS[name], config, folder, source, vocabulary, quiet).open()
     if source is not None:
-        but = f"{config.corpus} is not fetched from anywhere"
+        but = f"{name} is not fetched from anywhere"
         raise UserError(field="data.source", value=str(source), but=but, remedy="leave it out")
     return _open_own(config, vocabulary, folder, quiet, whole)
 
 
-def _named(name: str, whole: bool) -> str:
-    """Return the name of a corpus, or the absolute path of the user's own text; refuse `whole` for a named corpus."""
-    if not name:
-        raise UserError(
-            "no corpus is named (an imported model has none of its own)", remedy=("give ", Field("data.corpus"))
-        )
-    name = absolute_path(name)
-    if whole and is_named(name):
-        raise UserError(f"{name} has the splits {', '.join(SPLITS)}; the split {WHOLE} exists only for your own text")
-    return name
-
-
-def _with_unit(name: str, unit: str | None, config: DataConfig | None, vocabulary: Vocabulary | None) -> DataConfig:
-    """Return the data settings with the corpus name and a checked unit; the unit of `vocabulary` takes precedence."""
-    if unit is None:
-        unit = (config.unit if config is not None else None) or natural_unit(name)
-    if vocabulary is not None:
-        unit = vocabulary.kind
-    if unit not in get_args(Unit):
-        raise UserError(field="unit", value=unit, expected=f"one of {', '.join(get_args(Unit))}")
-    return dataclasses.replace(config or DataConfig(), corpus=name, unit=unit)  # pyright: ignore[reportArgumentType]
-
-
 def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, quiet: bool, whole: bool) -> Corpus:
-    """Open the Python standard library's sources, or the user's own text."""
+    """Open the Python standard library's sources, or the user's own text.
+
+    A text is prepared once for each recipe and state of its files (paths, sizes and modification times).
+    """
     name = config.corpus
     recipe = Recipe(
         config.unit,
@@ -193,14 +155,40 @@ def _open_own(config: DataConfig, vocabulary: Vocabulary | None, folder: Path, q
         vocabulary=vocabulary,
         counted=(WHOLE,) if whole else ("train",),
     )
-    if name == STDLIB:
-        return _open(name, name, stdlib_files(), lambda: stdlib_pieces(config.unit), recipe, folder, quiet)
-    label, files = Path(name).stem, own_files(name)
+    label, files = (name, stdlib_files()) if name == STDLIB else (Path(name).stem, own_files(name))
+    label = f"{label}-{WHOLE}" if whole else label
     if whole:
         refuse_no_text(files)
-        pieces = {WHOLE: [Piece(path) for path in files]}
-        return _open(name, f"{label}-{WHOLE}", files, lambda: pieces, recipe, folder, quiet, told_apart=[WHOLE])
-    return _open(name, label, files, lambda: user_pieces(name), recipe, folder, quiet)
+    stamps = stamps_of(files)
+    paths: dict[Path, None] = {}
+
+    def pieces() -> Pieces:
+        if name == STDLIB:
+            return stdlib_pieces(config.unit)
+        splits = {WHOLE: [Piece(path) for path in files]} if whole else user_pieces(name)
+        paths.update((piece.path, None) for parts in splits.values() for piece in parts)
+        return splits
+
+    def check(meta: JsonObject) -> None:
+        if stamps_of(files) != stamps:
+            raise UserError(f"{name} changed while it was read; run the command again")
+        if (note := reading_note(paths, recipe.unit)) is not None:
+            meta["note"] = note
+
+    key = json_sha256([META_FORMAT, name, stamps, recipe.settings(), *([WHOLE] if whole else [])])
+    safe = re.sub(r"[^\w.-]", "_", label).lstrip(".")[:40] or "text"
+    directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"
+    if (corpus := prepared_before(directory, name, quiet)) is not None:
+        return corpus
+    corpus = prepare(directory, name, pieces, recipe, quiet, check)
+    was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
+    if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
+        say(
+            f"note: {name} is already cut into words (<unk> or @-@ stands alone in it): only white space separates "
+            f"words, and with <unk> all words are kept; data.word_rule and data.min_count change that",
+            quiet,
+        )
+    return corpus
 
 
 def with_absolute_paths(data: DataConfig) -> DataConfig:
@@ -239,51 +227,6 @@ def data_directory(data_dir: str | Path | None) -> Path:
         refuse_file(folder, "data_dir" if data_dir else "TXL_DATA", "a folder")
         return folder
     return cache_folder()
-
-
-def _open(
-    name: str,
-    label: str,
-    files: list[Path],
-    pieces: Callable[[], Pieces],
-    recipe: Recipe,
-    folder: Path,
-    quiet: bool,
-    told_apart: Sequence[str] = (),
-) -> Corpus:
-    """Open or prepare the corpus of these files (compared by path, size and modification time) and this recipe."""
-    stamps = stamps_of(files)
-    paths: dict[Path, None] = {}
-
-    def pieces_read() -> Pieces:
-        splits = pieces()
-        paths.update((piece.path, None) for parts in splits.values() for piece in parts)
-        return splits
-
-    def check(meta: JsonObject) -> None:
-        if stamps_of(files) != stamps:
-            raise UserError(f"{name} changed while it was read; run the command again")
-        if name != STDLIB and (note := reading_note(paths, recipe.unit)) is not None:
-            meta["note"] = note
-
-    everything = [META_FORMAT, name, stamps, recipe.settings(), *told_apart]
-    key = hashlib.sha256(json.dumps(everything, sort_keys=True).encode()).hexdigest()
-    safe = re.sub(r"[^\w.-]", "_", label).lstrip(".")[:40] or "text"
-    directory = folder / f"{safe}-{recipe.unit}-{key[:16]}"
-    corpus = prepared_before(directory, name, quiet)
-    if corpus is not None:
-        return corpus
-    with preparing(name, recipe.unit, quiet) as progress:
-        prepare(directory, name, pieces_read, recipe, progress, check)
-    corpus = Corpus(directory)
-    was_cut = isinstance(corpus.vocabulary, WordVocabulary) and corpus.vocabulary.rule == "whitespace"
-    if was_cut and recipe.vocabulary is None and recipe.word_rule is None:
-        say(
-            f"note: {name} is already cut into words (<unk> or @-@ stands alone in it): only white space separates "
-            f"words, and with <unk> all words are kept; data.word_rule and data.min_count change that",
-            quiet,
-        )
-    return corpus
 
 
 def own_files(name: str) -> list[Path]:

@@ -6,10 +6,10 @@ kept, and Penn Treebank's punctuation and capitals stay missing.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, cast, get_args
 
-from txl.data.decoders import Decoder
-from txl.data.vocabulary import Vocabulary
+from txl.data.vocabulary import Decoder, Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import UNK
 from txl.errors import UserError
@@ -59,12 +59,7 @@ def convention_of(vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def detokenise(text: str, convention: Convention = "wikitext") -> str:
-    """Return a tokenised text as normally written text; each line is detokenised by itself.
-
-    Args:
-        text: words separated by spaces.
-        convention: convention by which the text was tokenised.
-    """
+    """Return a text of words separated by spaces as normally written text; each line is detokenised by itself."""
     words = Detokeniser(convention)
     return "\n".join("".join(words.push(word) for word in line.split()) + words.end_line() for line in text.split("\n"))
 
@@ -93,12 +88,9 @@ class Detokeniser:
         space = "" if self._glue or left else " "
         self._glue = right
         self._before = [*self._before[-1:], word]
-        return space + self._written(word)
-
-    def _written(self, word: str) -> str:
-        if self.convention == "wikitext":
-            return _JOINED.get(word, word)
-        return word.replace("\\/", "/").replace("\\*", "*") if self.convention == "ptb" else word
+        if self.convention == "ptb":
+            word = word.replace("\\/", "/").replace("\\*", "*")
+        return space + (_JOINED.get(word, word) if self.convention == "wikitext" else word)
 
     def _attached(self, word: str) -> tuple[bool, bool]:
         """Return whether a word is joined to the previous word, and whether it is joined to the next word."""
@@ -115,19 +107,15 @@ class Detokeniser:
             return word == "n't" or _is_clitic(word, last), word.endswith("$")
         if word == "/":
             return True, True
-        return word in _CLOSING or _is_clitic(word, last) or self._continues(word, last), word in _OPENING
-
-    def _continues(self, word: str, last: str) -> bool:
-        """Return whether a word continues the previous word: the letter after 50 °, the minutes after 10 :, the s after
-        women ’, the $ after US."""
         if last == "°":
-            return word in _DEGREES
-        if last == "’":
-            return word in _ENDINGS
-        if word == "$":
-            return last in _CURRENCIES
-        hour = self._before[0] if len(self._before) == 2 else ""
-        return last == ":" and hour.isdecimal() and len(hour) <= 2 and word.isdecimal() and len(word) == 2
+            continues = word in _DEGREES
+        elif last == "’":
+            continues = word in _ENDINGS  # women ’ s
+        elif word == "$":
+            continues = last in _CURRENCIES
+        else:  # 10 : 30
+            continues = last == ":" and re.fullmatch(r"\d{1,2}:\d\d", "".join([*self._before, word])) is not None
+        return continues or word in _CLOSING or _is_clitic(word, last), word in _OPENING
 
     def _in_heading(self, word: str) -> bool:
         """Return whether a word is an `=` of a heading, but not the first `=` on its side of the title."""
@@ -152,7 +140,7 @@ def _is_clitic(word: str, last: str) -> bool:
     return word[1:] in _ENDINGS or inside
 
 
-class DetokenisingDecoder:
+class _Decoder(Decoder):
     """Decoder from the token ids of a word vocabulary to normally written text."""
 
     def __init__(self, vocabulary: WordVocabulary, convention: Convention, after: str = ""):
@@ -168,10 +156,6 @@ class DetokenisingDecoder:
             return self._detokeniser.end_line() + "\n"
         return self._detokeniser.push(word)
 
-    def flush(self) -> str:
-        """Return nothing: every token is complete."""
-        return ""
-
 
 def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: str = "") -> Decoder:
     """Return a decoder for tokens that follow the tokenised text `after`, detokenising if a convention is given.
@@ -185,7 +169,6 @@ def text_decoder(vocabulary: Vocabulary, convention: Convention | None, after: s
     if not isinstance(vocabulary, WordVocabulary):
         raise UserError(f"only words can be detokenised; this vocabulary's tokens are of the kind {vocabulary.kind!r}")
     if vocabulary.rule == "punctuation":
-        raise UserError(
-            f"detokenise is {convention}, but this vocabulary already marks which words are joined; leave it out"
-        )
-    return DetokenisingDecoder(vocabulary, convention, after)
+        but = "this vocabulary already marks which words are joined"
+        raise UserError(field="detokenise", value=convention, but=but, remedy="leave it out")
+    return _Decoder(vocabulary, convention, after)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.data.prepared import Sentences, Tokens
+from txl.data.prepared import Tokens
 from txl.errors import UserError
 from txl.files import JsonObject
 
@@ -40,33 +40,29 @@ class StreamPosition:
 class Segment:
     """Tokens of one step: one segment, or several consecutive segments."""
 
-    tokens: Tensor
-    """int64 [B,T]."""
-    targets: Tensor
-    """int64 [B,T]: the token that follows each of `tokens`."""
-    next: StreamPosition
-    """Position of the following segment."""
-    position: StreamPosition
-    """Position at which the segment begins."""
-    starts_epoch: bool
-    """True for the first segment of an epoch, which must be read with empty memory."""
-    lengths: tuple[int, ...]
-    """Number of tokens of each of the consecutive segments; usually there is only one."""
+    tokens: Tensor  # int64 [B,T]
+    targets: Tensor  # int64 [B,T]: the token that follows each of `tokens`
+    next: StreamPosition  # of the following segment
+    position: StreamPosition  # at which the segment begins
+    starts_epoch: bool  # the first segment of an epoch must be read with empty memory
+    lengths: tuple[int, ...]  # tokens of each of the consecutive segments; usually there is only one
 
 
 class LaneStream:
     """A token stream cut into B contiguous lanes of equal length, the remainder dropped.
 
-    A lane's first token is never a target. The last segment of an epoch may be short.
+    A lane's first token is never a target. The last segment of an epoch may be short. A corpus of separate sentences
+    (`Tokens.sentences`) is shuffled for every epoch before it is cut; sentences follow one another without a gap, so
+    that memory carries over from each to the next. Order and random lengths depend on seed, epoch and offset alone, so
+    that a saved position is enough to continue.
 
     Args:
         tokens: one-dimensional array of token ids.
         batch_size: number of lanes B.
         segment: number of tokens T of a segment.
         random_segments: True to draw each segment's length from a normal distribution around T (with probability 0.05
-            around T/2) with standard deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5). The
-            length depends on seed, epoch and offset alone, so that a saved position is enough to continue.
-        seed: seed of the random segment lengths.
+            around T/2) with standard deviation 5, at least 5, as AWD-LSTM does (Merity et al. 2017, Section 5).
+        seed: seed of the random segment lengths and of the order of sentences.
         shift: number of tokens by which each epoch begins later than the epoch before, modulo T. If only the recent
             positions of a segment have a loss, use the number of these positions: each epoch then counts other targets.
             A multiple of T has no effect, as every token then has the same place in a segment in every epoch.
@@ -88,6 +84,8 @@ class LaneStream:
         self._tokens, self.shift = tokens, shift
         self.batch_size, self.segment = batch_size, segment
         self.random_segments, self.seed = random_segments, seed
+        self._sentences = tokens.sentences if isinstance(tokens, Tokens) else None
+        self._shuffled: tuple[int, _Rearranged] | None = None  # the epoch read last
         self.lane_length = len(tokens) // batch_size
         if self.lane_length < segment + 1:
             name = tokens.split if isinstance(tokens, Tokens) else "token stream"
@@ -102,23 +100,20 @@ class LaneStream:
 
     def read(self, position: StreamPosition) -> Segment:
         """Read the segment at a position."""
-        width = min(self._width(position), self.lane_length - 1 - position.offset)
-        first = position.offset
-        tokens = self._tokens_of(position.epoch)
-        if isinstance(tokens, Tokens):
-            tokens = np.asarray(tokens)  # a view, whose file is checked once for all lanes
-        lanes = [
-            tokens[lane * self.lane_length + first : lane * self.lane_length + first + width + 1]
-            for lane in range(self.batch_size)
-        ]
-        block = torch.from_numpy(np.stack(lanes).astype(np.int64))
-        end = first + width
+        first, epoch, width = position.offset, position.epoch, self.segment
+        if self.random_segments:
+            generator = np.random.default_rng((self.seed, epoch, first))
+            mean = self.segment if generator.random() < 0.95 else self.segment / 2
+            width = max(5, int(generator.normal(mean, 5)))
+        end = min(first + width, self.lane_length - 1)
+        tokens = self._tokens_of(epoch)
+        edges = range(0, self.batch_size * self.lane_length, self.lane_length)
+        block = torch.from_numpy(np.stack([tokens[edge + first : edge + end + 1] for edge in edges]).astype(np.int64))
+        following = StreamPosition(epoch, end)
         if end >= self.lane_length - 1:
-            following = StreamPosition(position.epoch + 1, self._begin(position.epoch + 1))
-        else:
-            following = StreamPosition(position.epoch, end)
-        starts_epoch = first == self._begin(position.epoch)
-        return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch, (width,))
+            following = StreamPosition(epoch + 1, self._begin(epoch + 1))
+        starts_epoch = first == self._begin(epoch)
+        return Segment(block[:, :-1], block[:, 1:], following, position, starts_epoch, (end - first,))
 
     def read_several(self, position: StreamPosition, count: int) -> Segment:
         """Read up to `count` consecutive segments of one epoch as one; the next epoch begins with empty memory."""
@@ -127,77 +122,37 @@ class LaneStream:
             parts.append(self.read(parts[-1].next))
         if len(parts) == 1:
             return parts[0]
-        tokens, targets = (torch.cat(each, dim=1) for each in zip(*((s.tokens, s.targets) for s in parts), strict=True))
-        lengths = tuple(each.tokens.shape[1] for each in parts)
+        tokens, targets = (torch.cat([getattr(part, name) for part in parts], 1) for name in ("tokens", "targets"))
+        lengths = tuple(length for part in parts for length in part.lengths)
         return Segment(tokens, targets, parts[-1].next, position, parts[0].starts_epoch, lengths)
 
     def _begin(self, epoch: int) -> int:
         """Return the offset, in every lane, at which the first segment of an epoch begins."""
         return epoch * self.shift % self.segment
 
-    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
+    def _tokens_of(self, epoch: int) -> np.ndarray | _Rearranged:
         """Return the token stream of an epoch."""
-        return self._tokens
-
-    def _width(self, position: StreamPosition) -> int:
-        if not self.random_segments:
-            return self.segment
-        generator = np.random.default_rng((self.seed, position.epoch, position.offset))
-        mean = self.segment if generator.random() < 0.95 else self.segment / 2
-        return max(5, int(generator.normal(mean, 5)))
-
-
-class SentenceStream(LaneStream):
-    """A corpus of separate sentences, shuffled for every epoch and then cut into lanes like running text.
-
-    The tokens have `sentences` set (`txl.data.prepared.Tokens`); the other arguments are those of `LaneStream`. The
-    order depends on seed and epoch alone, so that a saved `StreamPosition` is enough to continue. Sentences follow one
-    another without a gap, so that memory carries over from each sentence to the next.
-    """
-
-    @functools.cached_property
-    def _edges(self) -> np.ndarray:
-        assert isinstance(self._tokens, Tokens)
-        assert self._tokens.sentences is not None
-        return sentence_edges(self._tokens, self._tokens.sentences)
-
-    _shuffled: tuple[int, _Rearranged] | None = None  # the epoch read last
-
-    def _tokens_of(self, epoch: int) -> Tokens | np.ndarray | _Rearranged:
+        if self._sentences is None:
+            return np.asarray(self._tokens)  # a view, whose file is checked once for all lanes
         if self._shuffled is None or self._shuffled[0] != epoch:
             order = shuffled(len(self._edges) - 1, self.seed, epoch)
             self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
         return self._shuffled[1]
 
+    @functools.cached_property
+    def _edges(self) -> np.ndarray:
+        """Beginning of each sentence, and the end of the last one: int64 [sentences + 1].
 
-def training_stream(
-    tokens: Tokens | np.ndarray,
-    batch_size: int,
-    segment: int,
-    *,
-    random_segments: bool = False,
-    seed: int = 0,
-    shift: int = 0,
-) -> LaneStream:
-    """Return the stream for training on a split: separate sentences are shuffled, running text keeps its order."""
-    is_separate = isinstance(tokens, Tokens) and tokens.sentences is not None
-    kind = SentenceStream if is_separate else LaneStream
-    return kind(tokens, batch_size, segment, random_segments=random_segments, seed=seed, shift=shift)
-
-
-def sentence_edges(tokens: Tokens | np.ndarray, sentences: Sentences) -> np.ndarray:
-    """Return the beginning of each sentence, and the end of the last one: int64 [sentences + 1].
-
-    A single boundary token between two sentences belongs to the second sentence, and the last boundary token of the
-    stream belongs to no sentence. With two boundary tokens between sentences, each sentence has one at both ends.
-    """
-    places = []
-    for start in range(0, len(tokens), _SCAN):
-        places.append(np.flatnonzero(np.asarray(tokens[start : start + _SCAN]) == sentences.boundary_id) + start)
-    boundaries = np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
-    if sentences.boundary == "both":
-        return np.append(boundaries[0::2], len(tokens))
-    return boundaries
+        A single boundary token between two sentences belongs to the second sentence, and the last boundary token of the
+        stream belongs to no sentence. With two boundary tokens between sentences, each sentence has one at both ends.
+        """
+        assert self._sentences is not None
+        places = []
+        for start in range(0, len(self._tokens), _SCAN):
+            part = np.asarray(self._tokens[start : start + _SCAN])
+            places.append(np.flatnonzero(part == self._sentences.boundary_id) + start)
+        edges = np.concatenate(places)
+        return np.append(edges[0::2], len(self._tokens)) if self._sentences.boundary == "both" else edges
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, overload
 
 import numpy as np
 
-from txl.data.blocks import escaped
 from txl.data.lacking import Lacking, normalised_note, unknown_note
-from txl.data.located import bytes_before, located_tokens
-from txl.data.pieces import BLOCK, Piece
+from txl.data.located import located_tokens
+from txl.data.pieces import BLOCK, Piece, escaped
 from txl.data.vocabularies import load_vocabulary
 from txl.data.vocabulary import Vocabulary
+from txl.data.word_vocabulary import WordVocabulary
+from txl.data.words import unjoined
 from txl.errors import Field, UserError
 from txl.files import JsonObject, file_sha256, read_json, write_whole
 
@@ -42,8 +43,7 @@ class NotRead(UserError):
     """Error for files of a prepared corpus that may be whole, but that the system does not let the user read now."""
 
 
-Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]
-"""Token ids [N]."""
+Ids = np.ndarray[tuple[int], np.dtype[np.unsignedinteger]]  # [N]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -55,10 +55,8 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 class Sentences:
     """Boundaries of a corpus of separate sentences, which training shuffles."""
 
-    boundary_id: int
-    """Id of the token at both ends of a sentence."""
-    boundary: str
-    """"end": one boundary token between two sentences; "both": two boundary tokens."""
+    boundary_id: int  # of the token at both ends of a sentence
+    boundary: str  # "end": one boundary token between two sentences; "both": two
 
 
 class Tokens:
@@ -73,16 +71,10 @@ class Tokens:
         unk_id: int | None = None,
         bytes_of_first: Callable[[int], int | None] = lambda n_token: None,
     ):
-        self._ids = ids
-        self.split = split
-        self.n_bytes = n_bytes
-        """Length in bytes of the text that the ids stand for; None: unknown."""
-        self.sentences = sentences
-        """Boundaries of a corpus of separate sentences; None: running text."""
-        self.unk_id = unk_id
-        """Id of `<unk>`; None: the vocabulary has no `<unk>`."""
-        self.bytes_of_first = bytes_of_first
-        """Function from n to the length in bytes of the text of the first n tokens; returns None if unknown."""
+        self._ids, self.split, self.unk_id = ids, split, unk_id
+        self.n_bytes = n_bytes  # length of the text that the ids stand for; None: unknown
+        self.sentences = sentences  # None: running text
+        self.bytes_of_first = bytes_of_first  # from n to the bytes of the text of the first n tokens; None if unknown
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -100,10 +92,7 @@ class Tokens:
         return map(int, self._readable())
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        ids = self._readable()
-        if dtype is not None and np.dtype(dtype) != ids.dtype:
-            return np.asarray(ids).astype(dtype)
-        return np.array(ids) if copy else np.asarray(ids)
+        return np.array(self._readable(), dtype, copy=copy)
 
     def _readable(self) -> Ids:
         """Return the ids; refuse a file that was cut off since, because reading behind its end kills the process."""
@@ -113,36 +102,6 @@ class Tokens:
                 if size < self._ids.nbytes:
                     raise UserError(f"{path}: cut off at {size:,} bytes by another program; run the command again")
         return self._ids
-
-
-class TokenWriter:
-    """Writer of a token file, block by block; counts and hashes the tokens."""
-
-    def __init__(self, path: Path, dtype: np.dtype[np.unsignedinteger], unk_id: int | None):
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by __exit__)
-        self._dtype, self._unk_id = dtype, unk_id
-        self._hash = hashlib.sha256()
-        self.tokens = self.unknown = 0
-
-    def write(self, ids: np.ndarray) -> None:
-        """Append token ids."""
-        block = np.ascontiguousarray(ids, dtype=self._dtype)
-        if self._unk_id is not None:
-            self.unknown += int((block == self._unk_id).sum())
-        self.tokens += len(block)
-        self._hash.update(block.data)
-        self._file.write(block.data)
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the tokens written so far, in hexadecimal."""
-        return self._hash.hexdigest()
-
-    def __enter__(self) -> TokenWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
 
 
 class Corpus:
@@ -156,6 +115,9 @@ class Corpus:
     def __init__(self, directory: Path):
         self.directory = directory
         self._meta = read_meta(directory)
+        self.name: str = self._meta["name"]  # or the absolute path of the user's own text
+        self.unit: str = self._meta["unit"]
+        self.splits: tuple[str, ...] = tuple(self._meta["splits"])
         self._bytes_of: dict[tuple[str, int], int | None] = {}  # training asks the same before every evaluation
         try:
             self.vocabulary = load_vocabulary(directory / "vocabulary.json")
@@ -163,20 +125,9 @@ class Corpus:
         except OSError as error:
             raise _not_read(error, directory) from None
 
-    @property
-    def name(self) -> str:
-        """Name of the corpus, or the absolute path of the user's own text."""
-        return self._meta["name"]
-
-    @property
-    def unit(self) -> str:
-        """Unit of the tokens."""
-        return self._meta["unit"]
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """Names of the splits."""
-        return tuple(self._meta["splits"])
+    def info(self) -> JsonObject:
+        """Return the record: name, unit, vocabulary size, hashes, and the tokens, bytes and `<unk>` of each split."""
+        return {key: value for key, value in self._meta.items() if key != "format"}
 
     def tokens(self, split: str) -> Tokens:
         """Return the token ids of a split."""
@@ -186,6 +137,62 @@ class Corpus:
             sentences = Sentences(vocabulary.eos_id, vocabulary.boundary)
         bytes_of_first = functools.partial(self._bytes_of_first, split)
         return Tokens(self._ids(split), split, n_bytes, sentences, vocabulary.unk_id, bytes_of_first)
+
+    def text_bytes(self, split: str) -> Iterator[bytes]:
+        """Yield the text of a split, block by block; the text of the training split is spelled from its tokens."""
+        self._record(split)
+        path = self._path(split, "tokens" if self.vocabulary.is_text else "text")
+        if path.is_file():
+            yield from Piece(path).blocks()
+            return
+        ids = self._ids(split)
+        for start in range(0, len(ids), BLOCK):
+            block = self.vocabulary.spell(np.asarray(ids[start : start + BLOCK], dtype=np.int64))
+            if block is None:
+                raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
+            yield block
+
+    def unknown_share(self, split: str) -> float | None:
+        """Return the share of `<unk>` in the tokens of a split; None if the corpus lacks the split."""
+        record = self._meta["splits"].get(split)
+        return None if record is None else record["unknown"] / record["tokens"]
+
+    def symbols(self, split: str) -> dict[int, int]:
+        """Return the number of times that each character, by its code point, occurs in the text of a split.
+
+        A byte that is not UTF-8 counts as U+DC80 to U+DCFF.
+        """
+        counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
+        for text, _ in escaped(self.text_bytes(split)):
+            of_block = np.bincount(np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32))
+            counts[: len(of_block)] += of_block
+        return {code: int(counts[code]) for code in np.flatnonzero(counts).tolist()}
+
+    def notes(self, split: str, trained: float | None = None, vocabulary: Vocabulary | None = None) -> list[str]:
+        """Return notes for the reader of a split's results: what may be read in another way than meant, what
+        normalising changed, the share of `<unk>` (beside `trained`, that of the training text), and what the training
+        text of a model with this vocabulary (None: the corpus's) lacks.
+        """
+        record, counts = self._record(split), self._meta.get("normalised", {})
+        read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
+        vocabulary, path = vocabulary or self.vocabulary, self._path(split, "text")
+        tally, is_read = Lacking(vocabulary), record["unknown"] > 0 and path.is_file()
+        if vocabulary.seen is not None or (is_read and vocabulary.kind == "char"):
+            for code, count in self.symbols(split).items():
+                if not vocabulary.knows(chr(code)):
+                    tally.add(chr(code), count)
+        elif is_read and isinstance(vocabulary, WordVocabulary):
+            for text, _ in vocabulary.texts(Piece(path), self.text_bytes(split)):
+                for word in vocabulary.cut(text):
+                    if not vocabulary.knows(word):
+                        tally.add(unjoined(word)[1])
+        notes = (
+            self._meta.get("note"),
+            f"{read} (data.normalise false keeps them)" if read else None,
+            unknown_note(tally, record["unknown"], record["tokens"], f"the {split} split", trained),
+            *tally.notes(f"the {split} split"),
+        )
+        return [note for note in notes if note is not None]
 
     def _ids(self, split: str) -> np.ndarray:
         return np.memmap(self._path(split, "tokens"), dtype=token_dtype(len(self.vocabulary)), mode="r")
@@ -200,112 +207,36 @@ class Corpus:
             return self._record(split)["bytes"]
         if (split, n_token) not in self._bytes_of:
             ids = np.asarray(self._ids(split)[:n_token], dtype=np.int64)
-            n_bytes = self.vocabulary.spelled_bytes(ids)
-            path = self._path(split, "text")
+            n_bytes, path = self.vocabulary.spelled_bytes(ids), self._path(split, "text")
             if n_bytes is None and path.is_file():
-                n_bytes = bytes_before(ids, located_tokens(Piece(path), self.text_bytes(split), self.vocabulary))
+                tokens = located_tokens(Piece(path), self.text_bytes(split), self.vocabulary)
+                agrees = all(token.id == number for number, token in zip(ids.tolist(), tokens, strict=False))
+                following = next(tokens, None)
+                n_bytes = following.start if agrees and following is not None else None
             self._bytes_of[split, n_token] = n_bytes
         return self._bytes_of[split, n_token]
 
-    def text_bytes(self, split: str) -> Iterator[bytes]:
-        """Yield the text of a split, block by block; the text of the training split is spelled from its tokens."""
-        self._record(split)
-        path = self._path(split, "tokens" if self.vocabulary.is_text else "text")
-        if not path.is_file():
-            ids = self._ids(split)
-            for start in range(0, len(ids), BLOCK):
-                block = self.vocabulary.spell(np.asarray(ids[start : start + BLOCK], dtype=np.int64))
-                if block is None:
-                    raise UserError(f"{self.name}: the text of the {split} split is not kept; read it from its source")
-                yield block
-            return
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK):
-                yield block
-
-    def info(self) -> JsonObject:
-        """Return the record: name, unit, vocabulary size, hashes, and the tokens, bytes and `<unk>` of each split."""
-        return {key: value for key, value in self._meta.items() if key != "format"}
-
-    def unknown_share(self, split: str) -> float | None:
-        """Return the share of `<unk>` in the tokens of a split; None if the corpus lacks the split."""
-        record = self._meta["splits"].get(split)
-        return None if record is None else record["unknown"] / record["tokens"]
-
-    def symbols(self, split: str) -> dict[int, int]:
-        """Return the number of times that each character, by its code point, occurs in the text of a split.
-
-        A byte that is not UTF-8 counts as U+DC80 to U+DCFF.
-        """
-        counts = np.zeros(sys.maxunicode + 1, dtype=np.int64)
-        for text, _ in escaped(self.text_bytes(split)):
-            codes = np.frombuffer(text.encode("utf-32-le", errors="surrogatepass"), dtype=np.uint32)
-            of_block = np.bincount(codes)
-            counts[: len(of_block)] += of_block
-        return {code: int(counts[code]) for code in np.flatnonzero(counts).tolist()}
-
-    def lacking(self, split: str, vocabulary: Vocabulary) -> Lacking:
-        """Return the tally of the words and characters of a split that a vocabulary, or its training text, lacks."""
-        tally, path = Lacking(vocabulary), self._path(split, "text")
-        if vocabulary.kind == "word":
-            for text, _ in vocabulary.texts(Piece(path), self.text_bytes(split)) if path.is_file() else ():
-                tally.add_words(text)
-        elif vocabulary.kind == "char" or vocabulary.seen is not None:
-            for code, count in self.symbols(split).items():
-                if not vocabulary.knows(chr(code)):
-                    tally.add(chr(code), count)
-        return tally
-
-    def notes(self, split: str, trained: float | None = None, vocabulary: Vocabulary | None = None) -> list[str]:
-        """Return notes for the reader of a split's results: what may be read in another way than meant, what
-        normalising changed, the share of `<unk>`, and what a model's training text lacks.
-
-        Args:
-            split: split whose tokens are reported.
-            trained: share of `<unk>` in a model's training text; None: unknown.
-            vocabulary: vocabulary of a model, with the characters of its training text; None: the corpus's.
-        """
-        record = self._record(split)
-        counts = self._meta.get("normalised", {})
-        read = normalised_note(self.name, counts.get("byte_order_marks", 0), counts.get("line_ends", 0))
-        kept = f"{read} (data.normalise false keeps them)" if read else None
-        vocabulary, where = vocabulary or self.vocabulary, f"the {split} split"
-        is_lacking = record["unknown"] > 0 or vocabulary.seen is not None
-        lacking = self.lacking(split, vocabulary) if is_lacking else Lacking(vocabulary)
-        unknown = unknown_note(lacking, record["unknown"], record["tokens"], where, trained)
-        return [note for note in (self._meta.get("note"), kept, unknown, *lacking.notes(where)) if note is not None]
-
-    def verify(self) -> None:
-        """Compare all files with their recorded hashes."""
-        for path, expected in self._hashes().items():
-            if file_sha256(path) != expected:
-                raise UserError(f"{path}: altered since it was prepared")
-        if vocabulary_sha256(self.vocabulary) != self._meta["sha256_vocabulary"]:
-            raise UserError(f"{self.directory / 'vocabulary.json'}: altered since it was prepared")
-
-    def _hashes(self) -> dict[Path, str]:
-        """Return the recorded hashes of the token files and texts."""
-        splits = self._meta["splits"].items()
-        tokens = {self._path(split, "tokens"): record["sha256_tokens"] for split, record in splits}
-        return tokens | {
-            self._path(split, "text"): record["sha256_text"]
-            for split, record in splits
-            if keeps_text(split, self.vocabulary)
-        }
-
     def _verify_changed(self) -> None:
-        """Verify the files unless all have the stamps with which they were last verified."""
-        names = ["meta.json", "vocabulary.json", *(path.name for path in self._hashes())]
-        statuses = {name: os.stat(self.directory / name) for name in names}
+        """Compare the files with the recorded hashes, unless all have the stamps with which they were last verified."""
+        hashes: dict[Path, str] = {}
+        for split, record in self._meta["splits"].items():
+            hashes[self._path(split, "tokens")] = record["sha256_tokens"]
+            if keeps_text(split, self.vocabulary):
+                hashes[self._path(split, "text")] = record["sha256_text"]
+        vocabulary, verified = self.directory / "vocabulary.json", self.directory / _VERIFIED
+        statuses = {path.name: os.stat(path) for path in (self.directory / "meta.json", vocabulary, *hashes)}
         stamps = {name: [at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino] for name, at in statuses.items()}
-        path = self.directory / _VERIFIED
         with suppress(OSError, UserError):
-            if read_json(path) == stamps:
+            if read_json(verified) == stamps:
                 return
-        self.verify()
+        altered = [path for path, expected in hashes.items() if file_sha256(path) != expected]
+        if json_sha256(self.vocabulary.to_json()) != self._meta["sha256_vocabulary"]:
+            altered.append(vocabulary)
+        if altered:
+            raise UserError(f"{altered[0]}: altered since it was prepared")
         if time.time() - max(status.st_ctime for status in statuses.values()) > _SETTLED:
             with suppress(UserError):  # the folder may be another user's
-                write_whole(path, json.dumps(stamps))
+                write_whole(verified, json.dumps(stamps))
 
     def _record(self, split: str) -> JsonObject:
         if split not in self._meta["splits"]:
@@ -316,19 +247,14 @@ class Corpus:
         return self.directory / f"{split}.{ending}"
 
 
-def keeps_text(split: str, vocabulary: Vocabulary | None) -> bool:
+def keeps_text(split: str, vocabulary: Vocabulary) -> bool:
     """Return whether the text of a split is stored beside its tokens."""
-    return split != "train" and not (vocabulary is not None and vocabulary.is_text)
-
-
-def vocabulary_sha256(vocabulary: Vocabulary) -> str:
-    """Return the hash of a vocabulary."""
-    return _sha256(vocabulary.to_json())
+    return split != "train" and not vocabulary.is_text
 
 
 def write_meta(directory: Path, meta: JsonObject) -> None:
     """Write the record of a prepared corpus, with its own hash."""
-    content = json.dumps(meta | {_OWN_HASH: _sha256(meta)}, indent=1)
+    content = json.dumps(meta | {_OWN_HASH: json_sha256(meta)}, indent=1)
     (directory / "meta.json").write_text(content, encoding="utf-8")
 
 
@@ -338,14 +264,15 @@ def read_meta(directory: Path) -> JsonObject:
         meta = read_json(directory / "meta.json")
     except OSError as error:
         raise _not_read(error, directory) from None
-    if not isinstance(meta, dict) or meta.pop(_OWN_HASH, None) != _sha256(meta):
+    if not isinstance(meta, dict) or meta.pop(_OWN_HASH, None) != json_sha256(meta):
         raise UserError(f"{directory}: damaged (meta.json is not one of a prepared corpus)")
     if meta["format"] != META_FORMAT:
         raise UserError(f"{directory}: prepared by another version (format {meta['format']!r})")
     return meta
 
 
-def _sha256(values: JsonObject) -> str:
+def json_sha256(values: object) -> str:
+    """Return the hash of JSON values."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +9,11 @@ from pathlib import Path
 from txl.config import DataConfig
 from txl.data.benchmark_files import Parts, count_differences, file_differences, opened, pieces_of, source_files
 from txl.data.benchmarks import Benchmark
-from txl.data.download import fetch, forget
+from txl.data.download import fetch
 from txl.data.pieces import SPLITS, Piece
 from txl.data.prepare import Recipe, normalises, not_written, prepare, prepared_before, stamps_of
-from txl.data.prepared import META_FORMAT, Corpus
-from txl.data.progress import preparing, say
+from txl.data.prepared import META_FORMAT, Corpus, json_sha256
+from txl.data.progress import say
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import Field, UserError
@@ -28,76 +26,52 @@ class _NotTheCorpus(UserError):
 
 @dataclass(frozen=True)
 class PublicCorpus:
-    """A public corpus, and the settings for opening it.
-
-    Args:
-        benchmark: description of the corpus: files, counts and hashes.
-        config: data settings: the unit, the settings of the vocabulary, `like_original`, `boundary` and `verify`.
-        folder: directory of prepared corpora and downloads.
-        source: folder or archive to read the corpus from; None: the prepared corpus if there is one, else a download.
-        vocabulary: vocabulary to encode with; None: the corpus's own.
-        quiet: True to write nothing to standard error.
-    """
+    """A public corpus, and the settings for opening it."""
 
     benchmark: Benchmark
     config: DataConfig
-    folder: Path
-    source: Path | None
-    vocabulary: Vocabulary | None
+    folder: Path  # of prepared corpora and downloads
+    source: Path | None  # None: the prepared corpus if there is one, else a download
+    vocabulary: Vocabulary | None  # to encode with; None: the corpus's own
     quiet: bool
 
     def open(self) -> Corpus:
         """Open the corpus; prepare the corpus first if necessary.
 
         Raises:
-            UserError: if the corpus cannot be read or downloaded, or differs from the known one.
+            UserError: if the corpus cannot be read or downloaded, or differs from the known one, or if several
+                different texts were prepared, none of them is the published one, and no source is named.
         """
-        benchmark, recipe = self.benchmark, self._recipe(None)
-        cut_down = cut_down_by(self.config) if self.config.unit == "word" else []
+        benchmark, config = self.benchmark, self.config
+        cut_down = cut_down_by(config) if config.unit == "word" else []
         if benchmark.sentences and cut_down:
             but, name = f"{benchmark.name} has a fixed vocabulary", cut_down[0]
-            raise UserError(field=f"data.{name}", value=getattr(self.config, name), but=but, remedy="leave it out")
-        settings = recipe.settings() | {"strip": self._strips, "verify": self.config.verify}
-        settings |= {"boundary": self.config.boundary} if benchmark.sentences else {}
-        key = hashlib.sha256(json.dumps([META_FORMAT, benchmark.name, settings], sort_keys=True).encode()).hexdigest()
-        prefix = f"{benchmark.name}-{self.config.unit}-{key[:16]}"
+            raise UserError(field=f"data.{name}", value=getattr(config, name), but=but, remedy="leave it out")
+        settings = self._recipe(None).settings() | {"strip": self._strips, "verify": config.verify}
+        settings |= {"boundary": config.boundary} if benchmark.sentences else {}
+        prefix = f"{benchmark.name}-{config.unit}-{json_sha256([META_FORMAT, benchmark.name, settings])[:16]}"
         if self.source is None:
-            return self._opened_before(prefix) or self._download(self.folder / f"{prefix}-download")
-        stamps = stamps_of(source_files(benchmark, self.source))
-        stamp = hashlib.sha256(json.dumps(stamps).encode()).hexdigest()[:8]
-        directory = self.folder / f"{prefix}-{stamp}"
-        corpus = prepared_before(directory, benchmark.name, self.quiet)
-        return self._prepare(self.source, directory) if corpus is None else self._noted(corpus)
-
-    def _opened_before(self, prefix: str) -> Corpus | None:
-        """Return the corpus if it was prepared already, from a download or any source; else None.
-
-        Raises:
-            UserError: if several different texts were prepared, and none of them is the published one.
-        """
-        directories = sorted(self.folder.glob(f"{prefix}-*"))
-        before = [prepared_before(directory, self.benchmark.name, self.quiet) for directory in directories]
+            directories = sorted(self.folder.glob(f"{prefix}-*"))
+        else:
+            stamps = stamps_of(source_files(benchmark, self.source))
+            directories = [self.folder / f"{prefix}-{json_sha256(stamps)[:8]}"]
+        before = [prepared_before(directory, benchmark.name, self.quiet) for directory in directories]
         corpora = [corpus for corpus in before if corpus is not None]
-        for corpus in corpora:
-            if not corpus.info().get("differences"):
-                return corpus
-        if len({corpus.info()["identity"] for corpus in corpora}) > 1:
-            raise UserError(
-                f"{len(corpora)} different texts were prepared as {self.benchmark.name}, and none is the published "
-                f"one; name one with data.source"
-            )
-        return self._noted(corpora[0]) if corpora else None
-
-    def _noted(self, corpus: Corpus) -> Corpus:
-        """Return a corpus that was prepared before; print a note if it differs from the published one."""
+        if not corpora:
+            if self.source is None:
+                return self._download(self.folder / f"{prefix}-download")
+            return self._prepare(self.source, directories[0])
+        published = [corpus for corpus in corpora if not corpus.info().get("differences")]
+        if not published and len({corpus.info()["identity"] for corpus in corpora}) > 1:
+            told = f"{len(corpora)} different texts were prepared as {benchmark.name}, and none is the published one"
+            raise UserError(told, remedy="name one with data.source")
+        corpus = [*published, *corpora][0]
         if differences := corpus.info().get("differences"):
-            say(f"note: this is not the published {self.benchmark.name}: {'; '.join(differences)}", self.quiet)
+            say(f"note: this is not the published {benchmark.name}: {'; '.join(differences)}", self.quiet)
         return corpus
 
     def _download(self, directory: Path) -> Corpus:
         name, downloads = self.benchmark.name, self.folder / "downloads" / self.benchmark.name
-        if Path(name).exists():
-            say(f"note: {name} is downloaded; to take it from ./{name} set data.source to it", self.quiet)
         try:
             fetch(self.benchmark.routes, downloads, quiet=self.quiet)
         except OSError as error:
@@ -105,12 +79,13 @@ class PublicCorpus:
         try:
             return self._prepare(downloads, directory)
         except _NotTheCorpus as error:
-            forget(downloads)
+            for path in downloads.glob("*"):
+                path.unlink(missing_ok=True)
             anew = "the download was removed, so that the same command fetches it anew"
             raise UserError((error,), remedy=anew) from None
 
     def _prepare(self, source: Path, directory: Path) -> Corpus:
-        benchmark = self.benchmark
+        benchmark, unit = self.benchmark, self.config.unit
         with ExitStack() as stack:
             try:
                 parts = stack.enter_context(opened(benchmark, source, self.folder))
@@ -123,17 +98,16 @@ class PublicCorpus:
             wrong = file_differences(benchmark, parts)
             # Other differences are told better by the counts of tokens.
             self._judge([text for part, text in wrong.items() if part in ("all", "vocabulary") or benchmark.cuts])
-            recipe = self._recipe(parts)
-            progress = stack.enter_context(preparing(benchmark.name, self.config.unit, self.quiet))
-            prepare(
-                directory,
-                benchmark.name,
-                lambda: pieces_of(benchmark, parts, self.config.unit, self._strips),
-                recipe,
-                progress,
-                lambda meta: self._check(meta, wrong),
-            )
-        return Corpus(directory)
+
+            def check(meta: JsonObject) -> None:
+                found = self._count_differences(meta)
+                self._judge(found or list(wrong.values()))
+                meta["differences"] = [*found, *wrong.values()]
+
+            def pieces():
+                return pieces_of(benchmark, parts, unit, self._strips)
+
+            return prepare(directory, benchmark.name, pieces, self._recipe(parts), self.quiet, check)
 
     @property
     def _strips(self) -> bool:
@@ -169,20 +143,18 @@ class PublicCorpus:
             record=record,
         )
 
-    def _check(self, meta: JsonObject, wrong: dict[str, str]) -> None:
-        """Compare the counts with the known ones, and record all differences in `meta`."""
+    def _count_differences(self, meta: JsonObject) -> list[str]:
+        """Return the differences of the counts of tokens from the known ones."""
         benchmark, config = self.benchmark, self.config
-        found = []
-        if self._is_natural:
-            tokens = {split: record["tokens"] for split, record in meta["splits"].items()}
-            known = benchmark.tokens_both if benchmark.sentences and config.boundary == "both" else benchmark.tokens
-            sizes = None if config.unit == "word" and cut_down_by(config) else benchmark.vocabulary
-            if config.like_original:
-                sizes = benchmark.original_vocabulary or sizes
-                known = {} if benchmark.cuts else known
-            found = count_differences(known, tokens, sizes, meta["vocabulary_size"])
-        self._judge(found or list(wrong.values()))
-        meta["differences"] = [*found, *wrong.values()]
+        if not self._is_natural:
+            return []
+        known = benchmark.tokens_both if benchmark.sentences and config.boundary == "both" else benchmark.tokens
+        sizes = None if config.unit == "word" and cut_down_by(config) else benchmark.vocabulary
+        if config.like_original:
+            sizes = benchmark.original_vocabulary or sizes
+            known = {} if benchmark.cuts else known
+        tokens = {split: record["tokens"] for split, record in meta["splits"].items()}
+        return count_differences(known, tokens, sizes, meta["vocabulary_size"])
 
     def _judge(self, differences: list[str]) -> None:
         """Refuse a source that differs from the published corpus; print the differences if it is not verified."""

@@ -13,7 +13,7 @@ from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError
 from txl.files import JsonObject, read_json
 
-_KINDS = {each.kind: each for each in (ByteVocabulary, CharVocabulary, WordVocabulary, BpeVocabulary)}
+_KINDS = {kind.kind: kind for kind in (ByteVocabulary, CharVocabulary, WordVocabulary, BpeVocabulary)}
 _FORMATS = (1, 2, 3)  # 2 adds `normalise` and `rule`, 3 `lower`, `unk_id`, and words without `<eos>` or `<unk>`
 
 
@@ -30,24 +30,23 @@ def vocabulary_from_json(values: JsonObject, remedy: str = "") -> Vocabulary:
     except UserError:
         raise
     except Exception:  # the tokenizers library raises plain Exceptions
-        raise UserError("not a vocabulary" + (f"; {remedy}" if remedy else "")) from None
+        raise UserError("not a vocabulary", remedy=remedy) from None
     if number not in _FORMATS:
         raise UserError(f"vocabulary of format {number!r}; this version reads formats 1 to {_FORMATS[-1]}")
-    raise UserError(f"vocabulary of kind {kind!r}; expected {', '.join(_KINDS)}")
+    raise UserError(f"vocabulary of kind {kind!r}", expected=", ".join(_KINDS))
 
 
 def load_vocabulary(path: Path, remedy: str = "") -> Vocabulary:
     """Read a vocabulary that `Vocabulary.save` wrote; `remedy` tells what to do if it is damaged."""
     try:
         values = read_json(path, remedy)
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; expected a vocabulary") from None
-    try:
         vocabulary = vocabulary_from_json(values, remedy)
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file", expected="a vocabulary") from None
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     if (seen := values.get("seen")) is not None:
         if not isinstance(seen, list) or not all(type(code) is int and 0 <= code <= sys.maxunicode for code in seen):
-            raise UserError(f"{path}: seen is not a list of code points{f'; {remedy}' if remedy else ''}")
+            raise UserError(f"{path}: seen is not a list of code points", remedy=remedy)
         vocabulary.seen = frozenset(seen)
     return vocabulary

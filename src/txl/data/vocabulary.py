@@ -5,6 +5,7 @@ Shapes: N tokens, C characters of a text.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import re
@@ -15,15 +16,40 @@ from typing import ClassVar
 
 import numpy as np
 
-from txl.data.blocks import BYTE_ORDER_MARK, Blocks, decoded
-from txl.data.decoders import BytesDecoder, Decoder
-from txl.data.pieces import Piece
+from txl.data.pieces import BYTE_ORDER_MARK, Blocks, Piece, decoded
 from txl.data.words import EOS, UNK
 from txl.errors import UserError
 from txl.files import JsonObject, write_whole
 
-# Characters of a text after which it is cut at the next border, so that other threads run in between.
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 16  # characters after which a text is cut at the next border, so that other threads run in between
+
+
+class Decoder(ABC):
+    """The interface of decoders, which turn token ids into text one token at a time."""
+
+    @abstractmethod
+    def push(self, token: int) -> str:
+        """Return the text that one more token completes (may be empty)."""
+
+    def flush(self) -> str:
+        """Return the text that is still incomplete after the last token."""
+        return ""
+
+
+class BytesDecoder(Decoder):
+    """Decoder of tokens that are UTF-8 bytes; a character spread over tokens is returned with its last byte."""
+
+    def __init__(self, pieces: Sequence[bytes]):
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token: int) -> str:
+        """Return the characters that this token completes."""
+        return self._decoder.decode(self._pieces[token])
+
+    def flush(self) -> str:
+        """Return U+FFFD if a character was left incomplete."""
+        return self._decoder.decode(b"", final=True)
 
 
 class Vocabulary(ABC):
@@ -34,27 +60,19 @@ class Vocabulary(ABC):
     """True for bytes and BPE tokens: they spell any text, also characters that training never saw (see `seen`)."""
     pieces: Sequence[bytes] | None = None
     """The bytes of each token; None for words, whose text depends on what stands before them."""
-    eos: str | None = None
-    """Word that stands for the end of a line; None: there is none."""
+    eos: str | None = None  # word that stands for the end of a line
     eos_id: int | None = None
-    """Id of `eos`."""
     unk_id: int | None = None
     """Id of `<unk>`, which replaces symbols that the vocabulary lacks; None: text with such symbols is refused."""
-    draws_unknown: bool = False
-    """True if `<unk>` is a word of the training text, which a model may generate, as in the benchmarks."""
-    boundary: str | None = None
-    """Boundaries in a corpus of separate sentences (see `WordVocabulary`); None: running text."""
-    normalise: bool = False
-    """True if a text's byte order mark is removed and \\r\\n is read as \\n; always False for bytes."""
-    lower: bool = False
-    """True if a text is read in lower case; only in vocabularies of characters and words."""
-    is_text: bool = False
-    """True if the ids of a text are its bytes."""
+    draws_unknown: bool = False  # `<unk>` is a word of the training text, which a model may generate
+    boundary: str | None = None  # of a corpus of separate sentences (see `WordVocabulary`); None: running text
+    normalise: bool = False  # a text's byte order mark is removed, and \\r\\n read as \\n; never for bytes
+    lower: bool = False  # a text is read in lower case; only in vocabularies of characters and words
+    is_text: bool = False  # the ids of a text are its bytes
     seen: frozenset[int] | None = None
     """Code points of the characters of a model's training text (bytes and BPE tokens only; None: not known). A byte
     that is not UTF-8 counts as U+DC80 to U+DCFF. Equality and hashes of vocabularies ignore this."""
-    longest: int = 1
-    """Largest number of characters of a token; not known for words."""
+    longest: int = 1  # characters of a token; not known for words
     border: re.Pattern[str] | None = None
     """Pattern of borders: if a text is cut before a match, the tokens of the parts are the tokens of the text."""
 
@@ -116,7 +134,7 @@ class Vocabulary(ABC):
         model's probabilities are noise. The list is empty for other units (see `lacking`) and if `seen` is None.
         """
         seen = self.seen
-        return [] if seen is None else [each for each in dict.fromkeys(self.read(text)) if ord(each) not in seen]
+        return [] if seen is None else [char for char in dict.fromkeys(self.read(text)) if ord(char) not in seen]
 
     def _parts(self, text: str) -> Iterator[str]:
         """Yield a text in parts of about `_AT_ONCE` characters that end at borders."""
@@ -163,19 +181,14 @@ class Vocabulary(ABC):
         """Return a decoder for tokens that follow the text `after`; bytes that are not UTF-8 become U+FFFD."""
         return BytesDecoder(self.pieces or ())
 
-    @abstractmethod
-    def to_json(self) -> JsonObject:
-        """Return the whole vocabulary as plain JSON values."""
-
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of token ids."""
         decoder = self.decoder()
         return "".join([decoder.push(int(token)) for token in ids]) + decoder.flush()
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Vocabulary) and self.to_json() == other.to_json()
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
+    @abstractmethod
+    def to_json(self) -> JsonObject:
+        """Return the whole vocabulary as plain JSON values."""
 
     def _as_json(self, **values: object) -> JsonObject:
         """Return `values` with the entries that all kinds of vocabulary have; the format is the lowest possible one."""
@@ -188,6 +201,11 @@ class Vocabulary(ABC):
         """Write the vocabulary and `seen` as JSON; the file is either written completely or left unchanged."""
         values = self.to_json() | ({} if self.seen is None else {"seen": sorted(self.seen)})
         write_whole(path, json.dumps(values, ensure_ascii=False))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vocabulary) and self.to_json() == other.to_json()
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
 def check_symbols(symbols: list[str], kind: str) -> None:
@@ -214,8 +232,5 @@ def utf8(text: str) -> bytes:
     try:
         return text.encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise UserError(
-            f"the text has half a surrogate pair (U+{code:04X} at character {error.start}), which is no character; "
-            f"leave it out"
-        ) from None
+        what = f"half a surrogate pair (U+{ord(text[error.start]):04X} at character {error.start})"
+        raise UserError(f"the text has {what}, which is no character; leave it out") from None

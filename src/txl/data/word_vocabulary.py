@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
 import numpy as np
 
 from txl.config import WordRule
-from txl.data.blocks import Blocks, whole_words
-from txl.data.decoders import Decoder, WordDecoder
-from txl.data.pieces import Piece
-from txl.data.vocabulary import Vocabulary, check_symbols
+from txl.data.pieces import Blocks, Piece, whole_words
+from txl.data.vocabulary import Decoder, Vocabulary, check_symbols
 from txl.data.words import EOS, UNK, unjoined, word_spans, words_and_ends
 from txl.errors import UserError, named
 from txl.files import JsonObject
@@ -39,8 +38,6 @@ class WordVocabulary(Vocabulary):
             predicted; "both": two, so that the beginning of the next sentence is predicted too. None: running text,
             `eos` after each line.
         rule: rule for cutting a text into words.
-        lower: value of `Vocabulary.lower`.
-        normalise: value of `Vocabulary.normalise`.
     """
 
     kind = "word"
@@ -77,6 +74,28 @@ class WordVocabulary(Vocabulary):
         if unk is not None:
             self.unk_id = self.ids.unknown = self.ids[unk]
 
+    @staticmethod
+    def of_counts(
+        counts: Counter[str],
+        min_count: int,
+        max_words: int | None,
+        rule: WordRule = "whitespace",
+        normalise: bool = False,
+    ) -> WordVocabulary:
+        """Return a vocabulary: `<eos>` first, as in the authors' code, then words by descending count; equal counts in
+        the order of first occurrence, which is that of `counts`.
+
+        `<unk>` is placed by its count: the number of its own occurrences and those of all words left out, which occur
+        less often than `min_count` or are not among the `max_words` (None: all) most frequent ones.
+        """
+        frequent = [word for word, count in counts.most_common() if count >= min_count and word not in (EOS, UNK)]
+        chosen = frequent[:max_words]
+        left_out = counts.total() - counts[EOS] - sum(counts[word] for word in chosen)
+        order = {word: place for place, word in enumerate(counts)}
+        first = order.get(UNK, len(order))  # a text without it would have it last
+        place = sum((counts[word], -order[word]) > (left_out, -first) for word in chosen)
+        return WordVocabulary([EOS, *chosen[:place], UNK, *chosen[place:]], rule=rule, normalise=normalise)
+
     def __len__(self) -> int:
         return len(self.words)
 
@@ -96,7 +115,12 @@ class WordVocabulary(Vocabulary):
 
     def encode_block(self, text: str) -> np.ndarray:
         """Return one token id per word and line end, without boundaries; see `Vocabulary.encode_block`."""
-        return self.encode_words(self.cut(text))
+        words = self.cut(text)
+        ids = np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
+        if self.unk_id is None and (ids < 0).any():
+            lacking = dict.fromkeys(words[place] for place in np.flatnonzero(ids < 0))
+            raise UserError(f"the text has words that the vocabulary lacks: {named(lacking)}; leave them out")
+        return ids
 
     def texts(self, piece: Piece, blocks: Iterable[bytes]) -> Blocks:
         """See `Vocabulary.texts`; the last line of a piece has an end, even if the text has none."""
@@ -122,17 +146,9 @@ class WordVocabulary(Vocabulary):
         words = dict.fromkeys(word for word in self.cut(self.read(text)) if word not in self.ids)
         return [unjoined(word)[1] if self.rule == "punctuation" else word for word in words]
 
-    def encode_words(self, words: list[str]) -> np.ndarray:
-        """Return the id of each word: int64 [N]; `encode` states the error."""
-        ids = np.fromiter(map(self.ids.__getitem__, words), dtype=np.int64, count=len(words))
-        if self.unk_id is None and (ids < 0).any():
-            lacking = dict.fromkeys(words[place] for place in np.flatnonzero(ids < 0))
-            raise UserError(f"the text has words that the vocabulary lacks: {named(lacking)}; leave them out")
-        return ids
-
     def decoder(self, after: str = "") -> Decoder:
         """Return a decoder that joins words by spaces, and marks by their joiners; `<eos>` becomes a line end."""
-        return WordDecoder(self.words, self.eos, after, self.rule)
+        return _WordDecoder(self, after)
 
     def to_json(self) -> JsonObject:
         """Return the words in the order of their ids."""
@@ -142,3 +158,22 @@ class WordVocabulary(Vocabulary):
         if self.rule != "whitespace":
             values |= {"rule": self.rule}
         return self._as_json(**values)
+
+
+class _WordDecoder(Decoder):
+    """Decoder that joins words after the text `after` by spaces, except at joiners; the word `eos` is a line end."""
+
+    def __init__(self, vocabulary: WordVocabulary, after: str):
+        self._words, self._eos, self._rule = vocabulary.words, vocabulary.eos, vocabulary.rule
+        self._space = "" if not after or after[-1].isspace() else " "
+
+    def push(self, token: int) -> str:
+        """Return the token's word, preceded by a space if there is one."""
+        word = self._words[token]
+        if word == self._eos:
+            self._space = ""
+            return "\n"
+        joins_before, word, joins_after = unjoined(word) if self._rule == "punctuation" else (False, word, False)
+        text = word if joins_before else self._space + word
+        self._space = "" if joins_after else " "
+        return text

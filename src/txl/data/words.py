@@ -14,54 +14,39 @@ mark follows).
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable
-from itertools import chain
 
 from txl.config import WordRule
 
 EOS = "<eos>"
 UNK = "<unk>"
 JOINER = "\uffed"
-_LAST_MARK = 0x1FFFF
-"""Largest code point that is tested; no higher one is punctuation or a symbol."""
+_LAST_MARK = 0x1FFFF  # no higher code point is punctuation or a symbol
 
 
 @functools.cache
 def marks() -> str:
     """Return all marks as the content of a regular expression's character class, for Python and `tokenizers`."""
-    is_mark = [unicodedata.category(chr(code))[0] in "PS" for code in range(_LAST_MARK + 1)]
-    is_mark[ord("_")] = is_mark[ord(JOINER)] = False
-    starts = [code for code, mark in enumerate(is_mark) if mark and not is_mark[code - 1]]
-    ends = [code for code, mark in enumerate(is_mark) if mark and not (code < _LAST_MARK and is_mark[code + 1])]
-    return "".join(f"{_in_class(first)}-{_in_class(last)}" for first, last in zip(starts, ends, strict=True))
-
-
-def _in_class(code: int) -> str:
-    return f"\\{chr(code)}" if code < 0x80 else chr(code)
+    codes = [code for code in range(_LAST_MARK + 1) if is_mark(chr(code))]
+    ranges = ""
+    for _, run in itertools.groupby(enumerate(codes), lambda place: place[1] - place[0]):
+        within = [f"\\{chr(code)}" if code < 0x80 else chr(code) for _, code in run]
+        ranges += f"{within[0]}-{within[-1]}"
+    return ranges
 
 
 @functools.cache
-def joining_rules() -> tuple[tuple[str, str], ...]:
-    """Return pairs of regular expression and replacement that, applied in order, put white space between all words."""
-    return (
+def _joining_rules() -> tuple[tuple[re.Pattern[str], str], ...]:
+    """Return pairs of pattern and replacement that, applied in order, put white space between all words."""
+    rules = (
         (f"(?<=[{marks()}])(?=[^\\s{marks()}])", f"{JOINER} "),
         (f"(?<=\\S)(?=[{marks()}])", f" {JOINER}"),
-        *((f"(?<!\\S)<{JOINER} {each[1:-1]} {JOINER}>(?!\\S)", each) for each in (EOS, UNK)),
+        *((f"(?<!\\S)<{JOINER} {word[1:-1]} {JOINER}>(?!\\S)", word) for word in (EOS, UNK)),
     )
-
-
-@functools.cache
-def _compiled() -> tuple[tuple[re.Pattern[str], str], ...]:
-    return tuple((re.compile(pattern), content) for pattern, content in joining_rules())
-
-
-@functools.cache
-def _pieces(rule: WordRule, with_ends: bool) -> re.Pattern[str]:
-    if rule == "whitespace":
-        return re.compile(r"\n|\S+" if with_ends else r"\S+")
-    return re.compile(rf"\n|(?<!\S)(?:{EOS}|{UNK})(?=[\s{marks()}]|\Z)|[{marks()}]|[^\s{marks()}]+")
+    return tuple((re.compile(pattern), content) for pattern, content in rules)
 
 
 class _Cut(dict[str, list[str]]):
@@ -70,7 +55,7 @@ class _Cut(dict[str, list[str]]):
     def __missing__(self, text: str) -> list[str]:
         joined = text
         if not text.isalnum():
-            for pattern, content in _compiled():
+            for pattern, content in _joining_rules():
                 joined = pattern.sub(content, joined)
         words = self[text] = joined.split(" ")
         return words
@@ -79,15 +64,19 @@ class _Cut(dict[str, list[str]]):
 def words_and_ends(text: str, eos: str | None = EOS, rule: WordRule = "whitespace") -> list[str]:
     """Return the words of a text, with `eos` (None: nothing) for each line end."""
     words = (text if eos is None else text.replace("\n", f" {eos} ")).split()
-    return words if rule == "whitespace" else list(chain.from_iterable(map(_Cut().__getitem__, words)))
+    return words if rule == "whitespace" else list(itertools.chain.from_iterable(map(_Cut().__getitem__, words)))
+
+
+@functools.cache
+def _pattern(rule: WordRule, with_ends: bool) -> re.Pattern[str]:
+    if rule == "whitespace":
+        return re.compile(r"\n|\S+" if with_ends else r"\S+")
+    return re.compile(rf"\n|(?<!\S)(?:{EOS}|{UNK})(?=[\s{marks()}]|\Z)|[{marks()}]|[^\s{marks()}]+")
 
 
 def word_spans(text: str, rule: WordRule = "whitespace", *, with_ends: bool = True) -> list[tuple[int, int]]:
-    """Return the start and end, in characters of the text, of each word that `words_and_ends` returns.
-
-    `with_ends` is False if `words_and_ends` returns nothing for a line end.
-    """
-    return [match.span() for match in _pieces(rule, with_ends).finditer(text)]
+    """Return start and end, in characters, of each word of `words_and_ends`; without line ends if not `with_ends`."""
+    return [match.span() for match in _pattern(rule, with_ends).finditer(text)]
 
 
 def unjoined(word: str) -> tuple[bool, str, bool]:
@@ -109,7 +98,7 @@ def holds_word(blocks: Iterable[bytes], word: str) -> bool:
     # White space is added at both ends of the text. The word may continue in the next block, so the end of each block
     # (as long as the word and the byte before it) is searched again together with the next block.
     alone, before = re.compile(rb"\s" + re.escape(sought) + rb"\s"), b"\n"
-    for block in chain(blocks, [b"\n"]):
+    for block in itertools.chain(blocks, [b"\n"]):
         read = before + block
         if alone.search(read):
             return True

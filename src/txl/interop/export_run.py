@@ -20,9 +20,9 @@ from torch import Tensor
 import txl
 from txl.config import MODEL_FIELDS, EvalConfig, RunConfig, TransformerXLConfig, model_from_dict
 from txl.config.transformer_xl import HUGGINGFACE_TYPE
-from txl.data.blocks import BYTE_ORDER_MARK
 from txl.data.bpe import BpeVocabulary, byte_symbols
 from txl.data.characters import ByteVocabulary, CharVocabulary
+from txl.data.pieces import BYTE_ORDER_MARK
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import EOS, JOINER, UNK, marks

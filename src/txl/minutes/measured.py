@@ -15,13 +15,11 @@ import torch
 import zstandard
 
 from txl.config import RunConfig, validate, with_options
-from txl.data.bpe import BpeVocabulary
+from txl.data.bpe import BPE_TRAINING_BYTES, BpeVocabulary
 from txl.data.corpora import STDLIB, Corpus, open_corpus, own_files, refuse_unused, with_absolute_paths
-from txl.data.counting import BPE_TRAINING_BYTES
 from txl.data.lanes import LaneStream
 from txl.data.pieces import BLOCK
-from txl.data.standard_library import stdlib_pieces
-from txl.data.user_text import user_pieces
+from txl.data.user_text import stdlib_pieces, user_pieces
 from txl.errors import UserError
 from txl.minutes import rule
 from txl.minutes.rule import StepTimes, TextFacts

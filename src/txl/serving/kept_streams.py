@@ -28,7 +28,7 @@ from portalocker import LockFlags
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl.data.decoders import Decoder
+from txl.data.vocabulary import Decoder
 from txl.errors import UserError, brief
 from txl.files import JsonObject, parsed_json, reason_of, refuse_file, replacing
 from txl.generation.engine import StreamState

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from txl.data.decoders import Decoder
 from txl.data.located import located_tokens
 from txl.data.pieces import BLOCK, Piece
-from txl.data.vocabulary import Vocabulary
+from txl.data.vocabulary import Decoder, Vocabulary
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.generation.sampling import checked_tokens

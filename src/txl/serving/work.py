@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from txl.data.decoders import Decoder
+from txl.data.vocabulary import Decoder
 from txl.files import JsonObject
 from txl.generation.engine import PROMPT_SEGMENT, Stream, StreamState, TextReading
 from txl.generation.sampling import Sampling

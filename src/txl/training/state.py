@@ -12,7 +12,7 @@ from torch import Tensor
 from txl.config import RunConfig
 from txl.config.values import checked, from_plain
 from txl.data.corpora import Corpus
-from txl.data.lanes import LaneStream, SentenceStream, StreamPosition
+from txl.data.lanes import LaneStream, StreamPosition
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models.family import FamilyModel
@@ -154,7 +154,7 @@ class TrainingSetup:
     corpus: Corpus
     device: str
     trained: TrainedModel  # the model, with the engine that synchronises it between processes
-    stream: LaneStream | SentenceStream
+    stream: LaneStream
     display: Display
     log: LogWriter
     belongs: JsonObject  # what the weights of a checkpoint belong to (`checkpoints.weights_identity`)

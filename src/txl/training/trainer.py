@@ -18,7 +18,7 @@ import torch
 
 from txl.config import RunConfig, validate, with_unset_data
 from txl.data.corpora import Corpus, absolute_path, open_corpus, with_absolute_paths
-from txl.data.lanes import training_stream
+from txl.data.lanes import LaneStream
 from txl.devices import check_device, chosen_device, float32_products, seed_generators
 from txl.errors import Field, UserError
 from txl.files import JsonObject, absolute
@@ -223,7 +223,7 @@ class Trainer:
             # Each process draws its own dropout. The tuple's hash, not a seed sequence: its numbers are those of all
             # runs of several processes so far.
             torch.manual_seed(hash((train.seed, processes.rank, 0)) % 2**63)
-        stream = training_stream(
+        stream = LaneStream(
             corpus.tokens("train"),
             train.batch_size,
             train.segment,

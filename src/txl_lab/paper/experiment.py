@@ -17,7 +17,7 @@ from pathlib import Path
 
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
-from txl.data.lanes import training_stream
+from txl.data.lanes import LaneStream
 from txl.errors import CommandFailed, Field, ProcessLost, RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.cache_tuning import tune_cache_with
 from txl.evaluation.perplexity import evaluate_with
@@ -139,7 +139,7 @@ class Experiment:
         """Return a row with its configuration, or with the reason why it is not trained."""
         try:
             run = configure(self.definition, row, self.scale, data, len(corpus.vocabulary), self._measured_segment)
-            training_stream(corpus.tokens("train"), run.train.batch_size, run.train.segment)  # long enough?
+            LaneStream(corpus.tokens("train"), run.train.batch_size, run.train.segment)  # long enough?
             check_validation_split(run, corpus)
         except NotTrained as why:
             return RowResult(row, why.status, str(why))
