@@ -168,7 +168,7 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_kept(server, tmp_path):
 def test_what_a_server_does_not_send_is_refused_with_the_reason(server, tmp_path):
     content, known = zipped(), sha256(zipped())
     server.answers = [refused(404)]
-    assert "404" in refusal(server, tmp_path / "new", known)
+    assert "404" in refusal(server, tmp_path, known)
     server.requests, server.answers = [], [silent(server)]
     assert "timed out" in refusal(server, tmp_path, known, timeout=0.2)
     for hash_or_none in (known, None):  # half a file is never taken for a whole one

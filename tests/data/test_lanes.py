@@ -32,12 +32,8 @@ def test_lanes_are_contiguous_and_every_target_comes_once_an_epoch():
     assert torch.equal(targets, tokens + 1)
     assert [segment.starts_epoch for segment in segments] == [True, False, False, False]
     assert following == StreamPosition(epoch=1, offset=0)
-
-
-def test_a_lane_of_whole_segments_has_no_empty_one_at_its_end():
-    stream = LaneStream(np.arange(2 * 11), 2, 5)
-    segments, _ = epoch(stream, stream.start())
-    assert [segment.tokens.shape[1] for segment in segments] == [5, 5]
+    stream = LaneStream(np.arange(2 * 11), 2, 5)  # no empty segment at the end of a lane of whole ones
+    assert [segment.tokens.shape[1] for segment in epoch(stream, stream.start())[0]] == [5, 5]
 
 
 @pytest.mark.parametrize(("shift", "begins"), [(0, [0, 0, 0, 0, 0]), (5, [0, 0, 0, 0, 0]), (5 + 2, [0, 2, 4, 1, 3])])

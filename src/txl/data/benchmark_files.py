@@ -108,15 +108,12 @@ def count_differences(
 
 
 def _off(what: str, have: int, expected: int, unit: str) -> str:
-    return f"{what} {have:,} {unit}, {have - expected:+,}: expected {expected:,}"
+    difference = f"{abs(have - expected):,} too {'few' if have < expected else 'many'}"
+    return f"{what} {have:,} {unit}, {difference}: expected {expected:,}"
 
 
 def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, Path | None]:
-    """Return the parts found outside of an archive, and the archive that may hold the missing parts.
-
-    Raises:
-        UserError: if parts are missing and there is no archive.
-    """
+    """Return the parts found outside of an archive, and the archive that may hold the missing parts."""
     if source.is_dir():
         parts = _find(benchmark, source)
         archives = [source / name for name in benchmark.archives if (source / name).is_file()]
@@ -130,7 +127,7 @@ def _look(benchmark: Benchmark, source: Path) -> tuple[Parts, Path | None]:
     if source.is_file() and any("whole" in layout for layout in benchmark.layouts):
         return {"whole": [source]}, None
     problem = f"one file cannot be {benchmark.name}" if source.is_file() else "no such file or folder"
-    raise UserError(f"{source}: {problem}", expected=_expected(benchmark))
+    raise _lacks(benchmark, source, problem)
 
 
 def _find(benchmark: Benchmark, folder: Path) -> Parts:
@@ -160,10 +157,10 @@ def _missing(benchmark: Benchmark, parts: Parts) -> list[str]:
 
 def _require(benchmark: Benchmark, source: Path, parts: Parts) -> None:
     if missing := _missing(benchmark, parts):
-        problem = f"no {' and no '.join(missing)} file of {benchmark.name} is there"
-        raise UserError(f"{source}: {problem}", expected=_expected(benchmark))
+        raise _lacks(benchmark, source, f"no {' and no '.join(missing)} file of {benchmark.name} is there")
 
 
-def _expected(benchmark: Benchmark) -> str:
+def _lacks(benchmark: Benchmark, source: Path, problem: str) -> UserError:
     files = [", ".join(names[0] for names in layout.values()) for layout in benchmark.layouts]
-    return f"a folder with {' or with '.join([*files, *benchmark.archives[:1]])}"
+    expected = f"a folder with {' or with '.join([*files, *benchmark.archives[:1]])}"
+    return UserError(f"{source}: {problem}", expected=expected)

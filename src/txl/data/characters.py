@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -84,7 +83,10 @@ class CharVocabulary(Vocabulary):
         missing = unk_id if unknown else -1
         ids = {ord(symbol): number for number, symbol in enumerate(self.symbols) if number != self.unk_id}
         if lower:
-            ids |= {capital: ids.get(small, missing) for capital, small in _small_letters().items()}
+            letters = ((code, chr(code).lower()) for code in range(sys.maxunicode + 1))
+            ids |= {
+                code: ids.get(ord(small), missing) for code, small in letters if small != chr(code) and small[1:] == ""
+            }
         # The last entry of the table serves all higher code points.
         self._table = np.full(max(ids, default=0) + 2, missing, dtype=np.int64)
         self._table[list(ids)] = list(ids.values())
@@ -121,10 +123,3 @@ class CharVocabulary(Vocabulary):
         if self.unk_id != 0:
             values |= {"unknown": False} if self.unk_id is None else {"unk_id": self.unk_id}
         return self._as_json(**values)
-
-
-@functools.cache
-def _small_letters() -> dict[int, int]:
-    """Return the code point of the small letter for that of each capital that has a single one."""
-    letters = ((code, chr(code).lower()) for code in range(sys.maxunicode + 1))
-    return {code: ord(small) for code, small in letters if len(small) == 1 and ord(small) != code}

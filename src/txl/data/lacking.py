@@ -7,9 +7,7 @@ import functools
 import unicodedata
 from collections import Counter
 
-from txl.data.characters import CharVocabulary
 from txl.data.vocabulary import Vocabulary
-from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import is_mark
 from txl.errors import named
 
@@ -93,12 +91,8 @@ class Lacking:
     @functools.cached_property
     def _is_small(self) -> bool:
         """True if the training text is in lower case, as far as the vocabulary tells."""
-        vocabulary = self._vocabulary
-        if isinstance(vocabulary, WordVocabulary):
-            known = vocabulary.words
-        else:
-            is_char = isinstance(vocabulary, CharVocabulary)
-            known = vocabulary.characters if is_char else list(map(chr, vocabulary.seen or ()))
+        known = getattr(self._vocabulary, "words", None) or getattr(self._vocabulary, "characters", None)
+        known = known or list(map(chr, self._vocabulary.seen or ()))
         return sum(symbol != symbol.lower() for symbol in known) <= 0.01 * len(known)
 
 

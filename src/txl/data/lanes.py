@@ -106,7 +106,14 @@ class LaneStream:
             mean = self.segment if generator.random() < 0.95 else self.segment / 2
             width = max(5, int(generator.normal(mean, 5)))
         end = min(first + width, self.lane_length - 1)
-        tokens = self._tokens_of(epoch)
+        tokens: np.ndarray | _Rearranged
+        if self._sentences is None:
+            tokens = np.asarray(self._tokens)  # a view, whose file is checked once for all lanes
+        else:
+            if self._shuffled is None or self._shuffled[0] != epoch:
+                order = shuffled(len(self._edges) - 1, self.seed, epoch)
+                self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
+            tokens = self._shuffled[1]
         edges = range(0, self.batch_size * self.lane_length, self.lane_length)
         block = torch.from_numpy(np.stack([tokens[edge + first : edge + end + 1] for edge in edges]).astype(np.int64))
         following = StreamPosition(epoch, end)
@@ -129,15 +136,6 @@ class LaneStream:
     def _begin(self, epoch: int) -> int:
         """Return the offset, in every lane, at which the first segment of an epoch begins."""
         return epoch * self.shift % self.segment
-
-    def _tokens_of(self, epoch: int) -> np.ndarray | _Rearranged:
-        """Return the token stream of an epoch."""
-        if self._sentences is None:
-            return np.asarray(self._tokens)  # a view, whose file is checked once for all lanes
-        if self._shuffled is None or self._shuffled[0] != epoch:
-            order = shuffled(len(self._edges) - 1, self.seed, epoch)
-            self._shuffled = (epoch, _Rearranged(self._tokens, self._edges, order))
-        return self._shuffled[1]
 
     @functools.cached_property
     def _edges(self) -> np.ndarray:

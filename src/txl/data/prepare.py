@@ -155,7 +155,7 @@ def prepare(
 
 
 class _Reader:
-    """Reader of the blocks of a split's pieces, which normalises, counts, hashes and (for some splits) stores them."""
+    """Reader of the blocks of a split's pieces, which normalises, counts, hashes and perhaps keeps them."""
 
     def __init__(self, pieces: list[Piece], recipe: Recipe):
         self.pieces, self._recipe = pieces, recipe
@@ -188,15 +188,7 @@ class _Reader:
             yield text.replace("\r\n", "\n").encode()
 
     def encoded(self, vocabulary: Vocabulary) -> Iterator[tuple[np.ndarray, int]]:
-        """Yield the token ids block by block, each with the number of bytes read for it.
-
-        A character or word that the vocabulary lacks becomes `<unk>`. In words, the last line of a piece has an `<eos>`
-        even without a line end.
-
-        Raises:
-            UserError: if the text is not UTF-8 or holds NUL bytes (in all units except bytes), or if a vocabulary
-                without `<unk>` lacks symbols of the text.
-        """
+        """Yield the token ids block by block, each with the number of bytes read for it."""
         marks = SentenceMarks(vocabulary)
         for piece in self.pieces:
             with naming(piece):

@@ -114,14 +114,10 @@ def _without_links(paths: list[Path]) -> list[Path]:
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder and its subfolders, without hidden files and what this package writes.
-
-    Raises:
-        OSError: if a folder cannot be read; its files would otherwise be left out unnoticed.
-    """
+    """Yield the files of a folder and its subfolders, without hidden files and what this package writes."""
 
     def fail(error: OSError) -> None:
-        raise error
+        raise error  # else the files of a folder that cannot be read would be left out unnoticed
 
     ours = {
         "config.json": {"checkpoints", "log.jsonl"},
