@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +15,14 @@ from typing import Any
 import httpx
 import pytest
 
-pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 pytest.importorskip("playwright", reason="make test-browser installs playwright for these tests")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the path")
 
 from playwright.sync_api import Browser, Dialog, Locator, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
+
+from tests.serving.conftest import wait_for
+from tests.serving.test_command import process
 
 PATIENCE = 60_000
 """Longest wait in milliseconds, enough for a busy machine."""
@@ -33,23 +32,10 @@ expect.set_options(timeout=PATIENCE)
 
 
 class Server:
-    """`txl serve` in a separate process."""
+    """The API of `txl serve` in a separate process, which the page uses too."""
 
-    def __init__(self, run: Path, *options: str, port: int = 0):
-        command = [sys.executable, "-m", "txl", "serve", str(run), "--port", str(port), *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        said = ""
-        for line in self.process.stderr:
-            said += line
-            found = re.search(r"at (http://\S+);", line)
-            if found:
-                self.url = found[1]
-                break
-        else:
-            raise AssertionError(said)
-        key = options[options.index("--api-key") + 1] if "--api-key" in options else "none"
-        self.api = httpx.Client(base_url=self.url, timeout=60, headers={"Authorization": f"Bearer {key}"})
+    def __init__(self, url: str, key: str):
+        self.url, self.api = url, httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {key}"})
 
     def post(self, path: str, **fields: Any) -> Any:
         answer = self.api.post(path, json=fields)
@@ -59,20 +45,11 @@ class Server:
     def streams(self) -> list[dict[str, Any]]:
         return self.api.get("/v1/streams").json()["data"]
 
-    def end(self, how: int = signal.SIGTERM) -> None:
-        self.process.send_signal(how)
-        self.process.wait(30)
-        if self.process.stderr is not None:
-            self.process.stderr.close()
-
 
 @contextmanager
-def serving(run: Path, *options: str, port: int = 0) -> Iterator[Server]:
-    server = Server(run, *options, port=port)
-    try:
-        yield server
-    finally:
-        server.end(signal.SIGKILL)
+def serving(run: Path, *options: str) -> Iterator[Server]:
+    with process(run, *options) as (_, url):
+        yield Server(url, options[-1])  # perhaps the key
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +115,22 @@ class Tab:
         expect(self.status).to_have_text(re.compile("Done"))
         expect(self.button("Continue")).to_be_enabled()
 
-    def go_on(self, text: str, count: int, **settings: Any) -> None:
+    def begin(self, text: str, count: int, seen: int = 0, **settings: Any) -> None:
+        """Ask for a continuation, and wait until `seen` tokens are on the page."""
         self.settings(count, **settings)
         self.draft.fill(text)
         self.button("Continue").click()
+        if seen:
+            expect(self.tokens.nth(seen)).to_be_attached()
+
+    def go_on(self, text: str, count: int, **settings: Any) -> None:
+        self.begin(text, count, **settings)
+        self.done()
+
+    def choose(self, other: Locator | None = None) -> None:
+        """Choose an alternative of the token that is shown, and wait for its branch."""
+        (other or self.another).click()
+        expect(self.branches).to_be_visible()
         self.done()
 
     def shown(self) -> str:
@@ -259,9 +248,7 @@ def test_an_alternative_makes_a_branch_that_goes_on_as_the_api_does(server, tab)
     made = server.post(f"/v1/streams/{twin}/generate", max_tokens=30)["text"]
     before = "".join(each["piece"] for each in tokens[:place])
     tab.tokens.nth(place).click()
-    tab.others.nth(number).click()
-    expect(tab.branches).to_be_visible()
-    tab.done()
+    tab.choose(tab.others.nth(number))
     expected = (before.encode() + bytes(other["bytes"])).decode() + made
     assert tab.shown() == expected
     assert tab.branches.get_by_role("button").count() == 3
@@ -278,29 +265,21 @@ def test_drawing_again_keeps_what_stands_before(server, tab):
     tab.go_on(PROMPT, 30, seed=None)
     old = tab.shown()
     tab.tokens.nth(len(PROMPT) + 2).click()
-    tab.button("Draw again from here").click()
-    expect(tab.branches).to_be_visible()
-    tab.done()
+    tab.choose(tab.button("Draw again from here"))
     assert tab.shown() != old
     assert tab.shown().startswith(PROMPT)
     assert tab.tokens.count() == len(PROMPT) + 2 + 30
 
 
 def test_stop_works_at_once_and_nothing_goes_on(server, tab):
-    tab.settings(60_000)
-    tab.draft.fill(PROMPT)
-    tab.button("Continue").click()
-    expect(tab.tokens.nth(len(PROMPT) + 20)).to_be_attached()
+    tab.begin(PROMPT, 60_000, seen=len(PROMPT) + 20)
     began = time.perf_counter()
     tab.button("Stop").click()
     expect(tab.status).to_have_text("Stopped")
     assert time.perf_counter() - began < 2
     expect(tab.button("Continue")).to_be_enabled()
     count = tab.tokens.count()
-    deadline = time.monotonic() + 10
-    while any(each["busy"] for each in server.streams()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not any(stream["busy"] for stream in server.streams()), 10)
     assert tab.tokens.count() == count
     old = tab.shown()
     tab.go_on("", 10)
@@ -312,10 +291,7 @@ def test_stop_works_at_once_and_nothing_goes_on(server, tab):
 def test_stop_needs_no_second_stream(trained, tab_at):
     with serving(trained, "--max-kept", "1") as server:
         tab = tab_at(server.url).ready()
-        tab.settings(60_000)
-        tab.draft.fill(PROMPT)
-        tab.button("Continue").click()
-        expect(tab.tokens.nth(len(PROMPT) + 20)).to_be_attached()
+        tab.begin(PROMPT, 60_000, seen=len(PROMPT) + 20)
         tab.button("Stop").click()
         expect(tab.status).to_have_text("Stopped")
         count = tab.tokens.count()
@@ -335,15 +311,10 @@ def test_escape_stops_too(tab):
 
 
 def test_an_alternative_chosen_while_text_comes_stops_it(server, tab):
-    tab.settings(60_000)
-    tab.draft.fill(PROMPT)
-    tab.button("Continue").click()
-    expect(tab.tokens.nth(len(PROMPT) + 20)).to_be_attached()
+    tab.begin(PROMPT, 60_000, seen=len(PROMPT) + 20)
     tab.page.get_by_label("tokens", exact=True).fill("10")
     tab.tokens.nth(5).click()
-    tab.another.click()
-    expect(tab.branches).to_be_visible()
-    tab.done()
+    tab.choose()
     assert tab.tokens.count() == 5 + 1 + 10
 
 
@@ -388,9 +359,7 @@ def test_a_full_server_is_one_line_and_the_text_is_kept(trained, tab_at):
     with serving(trained, "--max-kept", "1") as server:
         stream = server.post("/v1/streams")["id"]
         tab = tab_at(server.url).ready()
-        tab.settings(5)
-        tab.draft.fill(PROMPT)
-        tab.button("Continue").click()
+        tab.begin(PROMPT, 5)
         expect(tab.error).to_have_text(
             re.compile(r"^The server is busy: 1 streams are kept already; .* try again in \d+ seconds\.$")
         )
@@ -416,20 +385,14 @@ def test_a_lost_server_is_one_line_and_a_new_one_goes_on(trained, tab_at):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    first = Server(trained, port=port)
-    try:
+    with serving(trained, "--port", str(port)) as first:
         tab = tab_at(first.url).ready()
-        tab.settings(60_000)
-        tab.draft.fill(PROMPT)
-        tab.button("Continue").click()
-        expect(tab.tokens.nth(len(PROMPT) + 10)).to_be_attached()
-    finally:
-        first.end(signal.SIGKILL)
+        tab.begin(PROMPT, 60_000, seen=len(PROMPT) + 10)
     expect(tab.error).to_have_text("The connection to the server was lost; what came until then is kept.")
     count, old = tab.tokens.count(), tab.shown()
     tab.button("Continue").click()
     expect(tab.error).to_have_text("The server does not answer. Is it still running?")
-    with serving(trained, port=port) as second:
+    with serving(trained, "--port", str(port)) as second:
         tab.go_on("", 10)
         expect(tab.error).to_be_hidden()
         assert tab.tokens.count() == count + 10
@@ -554,9 +517,7 @@ def test_many_tokens_stay_fast_and_the_oldest_lose_their_colour(server, tab):
 
 def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
     text = "".join(f"{number}. The river rose; é.\n" for number in range(500))
-    tab.settings(0, attention=False)
-    tab.draft.fill(text)
-    tab.button("Continue").click()
+    tab.begin(text, 0, attention=False)
     expect(tab.text).to_have_text(text, use_inner_text=False)
     expect(tab.button("Continue")).to_be_enabled()
     expect(tab.error).to_be_hidden()
@@ -567,9 +528,7 @@ def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
     expect(tab.page.locator("#bits")).to_have_text(expected)
     tab.page.get_by_label("tokens", exact=True).fill("5")
     tab.tokens.nth(3).click()  # too far back for a fork on the server: the text is read again
-    tab.another.click()
-    expect(tab.branches).to_be_visible()
-    tab.done()
+    tab.choose()
     assert text.startswith(tab.shown()[:-40])
 
 
@@ -582,9 +541,7 @@ def test_markup_is_text(tab):
     expect(tab.details.get_by_role("heading")).to_have_text("<")
     tab.tokens.nth(text.index("&")).click()
     expect(tab.details.get_by_role("heading")).to_have_text("&")
-    tab.button("Draw again from here").click()
-    expect(tab.branches).to_be_visible()
-    tab.done()
+    tab.choose(tab.button("Draw again from here"))
     assert tab.page.locator("main img, main script, nav img").count() == 0
 
 
@@ -619,10 +576,7 @@ def test_text_can_be_edited_or_begun_anew_and_no_stream_is_left(server, trained,
         expect(tab.draft).to_have_value("")
         tab.go_on("third", 5)
         tab.page.goto("about:blank")
-        deadline = time.monotonic() + 10
-        while alone.streams():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for(lambda: not alone.streams(), 10)
 
 
 def test_wrong_settings_are_not_sent(tab):

@@ -10,11 +10,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import httpx
 import pytest
 
+from tests.conftest import small_run
 from txl.cli import main
+from txl.training.trainer import Trainer
 
 TEXT = "12. The river rose in the night — and by morning."
 
@@ -22,19 +25,15 @@ TEXT = "12. The river rose in the night — and by morning."
 @contextmanager
 def process(trained, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "txl", "serve", str(trained), "--port", "0", *words]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environment
-    ) as started:
+    pipes: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | environment}
+    with subprocess.Popen(command, **pipes) as started:
         try:
-            assert started.stderr is not None
-            said = ""
-            for line in started.stderr:
-                said += line
-                if match := re.search(r"memory 16, window 16, .* at (http://\S+);", line):  # as `txl eval` prints them
-                    yield started, match[1]
-                    break
-            else:
-                pytest.fail(said)
+            said, match = "", None
+            while match is None:
+                said += (line := started.stderr.readline())
+                assert line, said
+                match = re.search(r"memory 16, window 16, .* at (http://\S+);", line)  # as `txl eval` prints them
+            yield started, match[1]
         finally:
             started.kill()
 
@@ -72,25 +71,17 @@ def test_a_stream_moves_from_one_process_to_another_that_wants_a_key(trained, tm
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGUSR1", "SIGUSR2"])
-def test_signals_that_end_a_program_save_the_streams_first(trained, tmp_path, name):
-    folder = tmp_path / "streams"
-    with process(trained, "--streams", str(folder)) as (started, url):
-        httpx.post(f"{url}/v1/streams", json={"text": TEXT}, timeout=30)
-        assert f"stopped; streams saved in {folder}: 1" in ends(started, getattr(signal, name))
-    assert len(list(folder.glob("*.safetensors"))) == 1
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
-def test_a_server_under_nohup_outlives_its_terminal(trained):
+def test_signals_that_end_a_program_save_the_streams_first_unless_they_are_ignored(trained, tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does; the process inherits it
     try:
-        with process(trained) as (started, url):
+        with process(trained, "--streams", str(tmp_path)) as (started, url):
             started.send_signal(signal.SIGHUP)
-            assert httpx.get(f"{url}/health", timeout=30).json() == {"status": "ok"}
-            ends(started, signal.SIGTERM)
+            httpx.post(f"{url}/v1/streams", json={"text": TEXT}, timeout=30).raise_for_status()
+            assert f"stopped; streams saved in {tmp_path}: 1" in ends(started, signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGHUP, before)
+    with process(trained, "--streams", str(tmp_path)) as (started, url):
+        assert f"stopped; streams saved in {tmp_path}: 1" in ends(started, signal.SIGHUP)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +122,6 @@ def test_without_the_extra(trained, monkeypatch, capsys):
 
 
 def test_a_model_of_another_family(story, data_dir, tmp_path, capsys):
-    from tests.conftest import small_run
-    from txl.training.trainer import Trainer
-
     options = {"model.family": "vanilla", "model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
     run = small_run(str(story), **options, **{"model.max_segment": "8", "train.steps": "1"})
     Trainer(run, tmp_path / "run", data_dir=data_dir, quiet=True).fit()
@@ -143,9 +131,6 @@ def test_a_model_of_another_family(story, data_dir, tmp_path, capsys):
 
 
 def test_what_differs_from_txl_score_is_said_at_the_start(trained, story, data_dir, tmp_path, capsys, monkeypatch):
-    from tests.conftest import small_run
-    from txl.training.trainer import Trainer
-
     monkeypatch.setattr("txl.serving.app.serve", lambda app, service, listening, ready: ready(lambda: None))
     monkeypatch.setattr("torch.set_num_threads", lambda threads: None)  # it would hold for the tests that follow
     run = small_run(str(story), **{"eval.temperature": "1.3", "eval.window": "none", "eval.segment": "256"})

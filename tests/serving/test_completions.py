@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import openai
 import pytest
 import torch
 
 import txl
-from tests.serving.conftest import LENGTHS, events_of, wait_for
+from tests.serving.conftest import LENGTHS, wait_for
 from txl.cli import main
 from txl.evaluation.surprisal import surprisals
 
@@ -22,36 +20,33 @@ PROMPT = "12. The river rose — “how long?”"
 
 
 def generated(served, prompt: str, seed: int, max_tokens: int = 40, **settings) -> str:
-    pieces = txl.generate(
-        served.model, served.vocabulary, prompt, max_tokens=max_tokens, seed=seed, **LENGTHS, **settings
-    )
-    return "".join(pieces)
+    given = {"max_tokens": max_tokens, "seed": seed, **LENGTHS, **settings}
+    return "".join(txl.generate(served.model, served.vocabulary, prompt, **given))
 
 
 def test_the_text_of_txl_generate(server, served, trained, capsys):
     found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 40, "seed": 3})
-    assert found["choices"][0] == {
-        "text": generated(served, PROMPT, 3),
-        "index": 0,
-        "logprobs": None,
-        "finish_reason": "length",
-    }
+    text = generated(served, PROMPT, 3)
+    assert found["choices"] == [{"text": text, "index": 0, "logprobs": None, "finish_reason": "length"}]
     n_prompt = len(PROMPT.encode())
     assert found["usage"] == {"prompt_tokens": n_prompt, "completion_tokens": 40, "total_tokens": n_prompt + 40}
     words = ["generate", str(trained), "--prompt", PROMPT, "--seed", "3", "--max-tokens", "40", "--json"]
     assert main(words) == 0
-    assert found["choices"][0]["text"] == json.loads(capsys.readouterr().out)["samples"][0]
+    assert text == json.loads(capsys.readouterr().out)["samples"][0]
 
 
-def test_sampling_settings_are_those_of_txl_generate(server, served):
-    given = {"temperature": 0.7, "top_p": 0.8}
-    found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "seed": 4, "top_k": 12, **given})
-    assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, top_k=12, **given)
-    for value in (0, -1):
-        found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "seed": 4, "top_k": value})
-        assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, top_k=None)
-    found = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 30, "temperature": 0})
-    assert found["choices"][0]["text"] == generated(served, PROMPT, 4, 30, temperature=0.0)
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"temperature": 0.7, "top_p": 0.8, "top_k": 12}, {"temperature": 0.7, "top_p": 0.8, "top_k": 12}),
+        ({"top_k": 0}, {"top_k": None}),
+        ({"top_k": -1}, {"top_k": None}),
+        ({"temperature": 0}, {"temperature": 0.0}),
+    ],
+)
+def test_sampling_settings_are_those_of_txl_generate(server, served, given, same):
+    found = server.complete(prompt=PROMPT, max_tokens=30, seed=4, **given)
+    assert found[0]["text"] == generated(served, PROMPT, 4, 30, **same)
 
 
 def test_the_same_text_alone_and_among_32_others(server, served):
@@ -59,7 +54,7 @@ def test_the_same_text_alone_and_among_32_others(server, served):
 
     def ask(number: int) -> str:
         value = {"prompt": prompts[number], "max_tokens": 20 + number, "seed": number, "logprobs": number % 3 or None}
-        return server.post("/v1/completions", value)["choices"][0]["text"]
+        return server.complete(**value)[0]["text"]
 
     with ThreadPoolExecutor(33) as pool:
         together = list(pool.map(ask, range(33)))
@@ -69,31 +64,28 @@ def test_the_same_text_alone_and_among_32_others(server, served):
 
 def test_choices_of_one_prompt_and_of_several(server, served):
     ids = list(PROMPT.encode())
+    expected = [generated(served, prompt, 7 + sample, 12) for prompt in (PROMPT, "Nobody") for sample in range(3)]
     for prompts in ([PROMPT, "Nobody"], [ids, list(b"Nobody")]):
         found = server.post("/v1/completions", {"prompt": prompts, "max_tokens": 12, "seed": 7, "n": 3})
         assert [choice["index"] for choice in found["choices"]] == list(range(6))
-        expected = [generated(served, each, 7 + sample, 12) for each in (PROMPT, "Nobody") for sample in range(3)]
         assert [choice["text"] for choice in found["choices"]] == expected
         assert found["usage"]["prompt_tokens"] == len(ids) + 6
         assert found["usage"]["completion_tokens"] == 72
-    found = server.post("/v1/completions", {"prompt": ids, "max_tokens": 12, "seed": 7})
-    assert found["choices"][0]["text"] == generated(served, PROMPT, 7, 12)
+    assert server.complete(prompt=ids, max_tokens=12, seed=7)[0]["text"] == expected[0]
 
 
 def test_scores_are_those_of_txl_score(server, served):
     text = "".join(f"{number}. {PROMPT}\n" for number in range(12))  # longer than memory and segments
     expected = [row.surprisal for row in surprisals(served.model, served.vocabulary, text, segment=8, **LENGTHS)]
+    n = len(text.encode())
     for max_tokens in (0, 1):
-        value = {"prompt": text, "echo": True, "logprobs": 2, "max_tokens": max_tokens, "temperature": 0}
-        [choice] = server.post("/v1/completions", value)["choices"]
+        [choice] = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=max_tokens, temperature=0)
         found = choice["logprobs"]
-        n = len(text.encode())
         assert len(found["tokens"]) == len(found["text_offset"]) == len(found["top_logprobs"]) == n + max_tokens
-        assert found["token_logprobs"][0] is None
-        assert found["top_logprobs"][0] is None
-        bits = [-each / math.log(2) for each in found["token_logprobs"][1:n]]
+        assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+        bits = [-log_prob / math.log(2) for log_prob in found["token_logprobs"][1:n]]
         assert bits == pytest.approx(expected[1:], abs=1e-5)
-        assert bytes(value for each in found["bytes"][:n] for value in each) == text.encode()
+        assert bytes(value for data in found["bytes"][:n] for value in data) == text.encode()
         assert choice["text"].startswith(text)
         for log_prob, top in zip(found["token_logprobs"][1:], found["top_logprobs"][1:], strict=True):
             assert log_prob in top.values()  # exactly equal, because lm-evaluation-harness compares them
@@ -102,82 +94,57 @@ def test_scores_are_those_of_txl_score(server, served):
             assert found["token_logprobs"][-1] == max(found["top_logprobs"][-1].values())
 
 
-def test_what_the_harness_reads(server):
-    context, continuation = list(b"The river"), list(b" rose")
-    value = {"prompt": [context + continuation], "temperature": 0, "max_tokens": 1, "logprobs": 1, "echo": True}
-    [choice] = server.post("/v1/completions", value)["choices"]
-    log_probs = choice["logprobs"]["token_logprobs"][len(context) : -1]
-    assert len(log_probs) == len(continuation)
-    assert choice["logprobs"]["token_ids"][len(context) : -1] == continuation
-    alone = server.post("/v1/completions", value | {"prompt": [context, context + continuation]})["choices"][1]
-    assert alone["logprobs"]["token_logprobs"][:-1] == choice["logprobs"]["token_logprobs"][:-1]
-
-
 def test_offsets_are_those_of_characters(server):
-    [choice] = server.post(
-        "/v1/completions", {"prompt": "a — b", "echo": True, "logprobs": 0, "max_tokens": 30, "seed": 5}
-    )["choices"]
+    [choice] = server.complete(prompt="a — b", echo=True, logprobs=0, max_tokens=30, seed=5)
     found = choice["logprobs"]
     assert found["tokens"][:7] == ["a", " ", "bytes:\\xe2", "bytes:\\x80", "bytes:\\x94", " ", "b"]
     assert found["text_offset"][:7] == [0, 1, 2, 2, 2, 3, 4]
     for token, at in zip(found["tokens"], found["text_offset"], strict=True):
         assert token.startswith("bytes:") or choice["text"][at : at + len(token)] == token
-    data = bytes(value for each in found["bytes"] for value in each)
+    data = bytes(value for data in found["bytes"] for value in data)
     assert choice["text"] == data.decode("utf-8", errors="replace")
 
 
-def test_a_character_is_never_cut(server, served):
+def test_a_character_is_never_cut(server):
     """Check prompts that end inside a character, and texts that are drawn byte by byte."""
     data = "“how long?” — she asked".encode()
     for end in range(1, 4):
-        value = {"prompt": list(data[:end]), "max_tokens": 50, "seed": end, "logprobs": 0, "stream": True}
-        answer = server.client.post("/v1/completions", json=value)
-        chunks = [json.loads(each) for each in events_of(answer)[:-1]]
-        choices = [chunk["choices"][0] for chunk in chunks]
+        value = {"prompt": list(data[:end]), "max_tokens": 50, "seed": end, "logprobs": 0}
+        choices = [chunk["choices"][0] for chunk in server.events("/v1/completions", value)]
         text = "".join(choice["text"] for choice in choices)
-        drawn = bytes(value for choice in choices for each in choice["logprobs"]["bytes"] for value in each)
-        whole = (data[:end] + drawn).decode("utf-8", errors="replace")
-        assert whole.endswith(text)
+        drawn = bytes(value for choice in choices for data in choice["logprobs"]["bytes"] for value in data)
+        assert (data[:end] + drawn).decode("utf-8", errors="replace").endswith(text)
         if end == 3:
             assert text == drawn.decode("utf-8", errors="replace")
 
 
 def test_stop_strings(server, served):
     value = {"prompt": PROMPT, "max_tokens": 60, "seed": 9}
-    text = server.post("/v1/completions", value)["choices"][0]["text"]
+    text = server.complete(**value)[0]["text"]
     stop = text[20:23]
     expected = text[: text.index(stop)]
-    for stops in (stop, ["\x00\x01", stop]):
-        for logprobs in (None, 0):
-            given = value | {"stop": stops, "logprobs": logprobs}
-            [choice] = server.post("/v1/completions", given)["choices"]
-            assert choice["text"] == expected == generated(served, PROMPT, 9, 60, stop=[stop])
-            assert choice["finish_reason"] == "stop"
-            if logprobs == 0:
-                assert all(at < len(expected) for at in choice["logprobs"]["text_offset"])
-            answer = server.client.post("/v1/completions", json=given | {"stream": True})
-            chunks = [json.loads(each)["choices"][0] for each in events_of(answer)[:-1]]
-            assert "".join(chunk["text"] for chunk in chunks) == expected
-            assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["stop"]
+    assert expected == generated(served, PROMPT, 9, 60, stop=[stop])
+    for given in ({"stop": stop}, {"stop": ["\x00\x01", stop], "logprobs": 0}):
+        [choice] = server.complete(**value, **given)
+        assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+        if "logprobs" in given:
+            assert all(at < len(expected) for at in choice["logprobs"]["text_offset"])
+        chunks = [chunk["choices"][0] for chunk in server.events("/v1/completions", value | given)]
+        assert "".join(chunk["text"] for chunk in chunks) == expected
+        assert [chunk["finish_reason"] for chunk in chunks if chunk["finish_reason"]] == ["stop"]
 
 
 def test_streamed_is_what_is_not_streamed(server):
     value = {"prompt": [PROMPT, "Nobody"], "n": 2, "max_tokens": 25, "seed": 2, "echo": True, "logprobs": 1}
     whole = server.post("/v1/completions", value)
-    answer = server.client.post(
-        "/v1/completions", json=value | {"stream": True, "stream_options": {"include_usage": True}}
-    )
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = events_of(answer)
-    assert events.pop() == "[DONE]"
-    chunks = [json.loads(each) for each in events]
+    chunks = server.events("/v1/completions", value | {"stream_options": {"include_usage": True}})
     assert chunks.pop()["usage"] == whole["usage"]
     for expected in whole["choices"]:
         parts = [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == expected["index"]]
         assert "".join(part["text"] for part in parts) == expected["text"]
         for name, values in expected["logprobs"].items():
-            assert [each for part in parts for each in part["logprobs"][name]] == values
-        assert [part["finish_reason"] for part in parts][-1] == "length"
+            assert [entry for part in parts for entry in part["logprobs"][name]] == values
+        assert parts[-1]["finish_reason"] == "length"
 
 
 def test_the_openai_client(server, served):
@@ -226,39 +193,30 @@ def test_what_is_not_supported_is_named(server, value, param):
 
 
 def test_values_that_ask_for_nothing_are_fine(server):
-    value = {
-        "prompt": "a",
-        "max_tokens": 2,
-        "best_of": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "user": "me",
-    }
-    asked = value | {"logit_bias": {"7": 0}, "suffix": None, "stop": None, "stream": False, "seed": 1, "min_p": None}
-    plain = server.post("/v1/completions", {"prompt": "a", "max_tokens": 2, "seed": 1})
-    assert server.post("/v1/completions", asked)["choices"] == plain["choices"]
+    plain = {"prompt": "a", "max_tokens": 2, "seed": 1}
+    asked = {"best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "user": "me", "logit_bias": {"7": 0}}
+    asked |= {"suffix": None, "stop": None, "stream": False, "min_p": None}
+    assert server.complete(**plain, **asked) == server.complete(**plain)
 
 
 def test_banned_tokens_are_never_drawn(server):
     value = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "logprobs": 0}
-    [free] = server.post("/v1/completions", value)["choices"]
-    common = max(set(free["logprobs"]["token_ids"]), key=free["logprobs"]["token_ids"].count)
-    [banned] = server.post("/v1/completions", value | {"logit_bias": {str(common): -100}})["choices"]
-    assert common not in banned["logprobs"]["token_ids"]
-    assert len(banned["logprobs"]["token_ids"]) == 40
+    drawn = server.complete(**value)[0]["logprobs"]["token_ids"]
+    common = max(set(drawn), key=drawn.count)
+    drawn = server.complete(**value, logit_bias={str(common): -100})[0]["logprobs"]["token_ids"]
+    assert common not in drawn
+    assert len(drawn) == 40
 
 
 def test_seed_minus_one_is_random(server):
-    asked = {"prompt": "a", "max_tokens": 30, "seed": -1}
-    assert len({server.post("/v1/completions", asked)["choices"][0]["text"] for _ in range(4)}) > 1
-    seeds = {server.post("/v1/streams", {"seed": -1})["seed"] for _ in range(2)}
-    assert len(seeds) == 2
-    assert -1 not in seeds
-    for stream in server.get("/v1/streams")["data"]:
+    assert len({server.complete(prompt="a", max_tokens=30, seed=-1)[0]["text"] for _ in range(4)}) > 1
+    made = [server.post("/v1/streams", {"seed": -1}) for _ in range(2)]
+    assert len({stream["seed"] for stream in made} | {-1}) == 3
+    for stream in made:
         server.client.delete(f"/v1/streams/{stream['id']}")
 
 
-def test_other_routes(server, served):
+def test_other_routes(server):
     assert server.get("/health") == {"status": "ok"}
     [model] = server.get("/v1/models")["data"]
     assert model["txl"]["memory"] == 15
@@ -268,16 +226,12 @@ def test_other_routes(server, served):
     assert server.post("/detokenize", {"tokens": tokens}) == {"prompt": PROMPT}
     assert server.post("/tokenize", {"prompt": ""})["tokens"] == []
     about = server.get("/tokenizer_info")
-    assert about["bos_token"] == "\n"
-    assert about["eos_token"] is None
-    assert about["vocab_size"] == 256
-    for path in ("/v1/chat/completions", "/v1/completion", "/v2"):
-        error = server.refused(404, path, {})
-        assert error["message"]
+    assert (about["bos_token"], about["eos_token"], about["vocab_size"]) == ("\n", None, 256)
+    for path in ("/v1/completion", "/v2"):
+        assert server.refused(404, path, {})["message"]
     assert "/v1/completions" in server.refused(404, "/v1/chat/completions", {})["message"]
-    server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 3})
-    lines = server.client.get("/metrics").text.splitlines()
-    assert any(line.startswith('txl_requests_total{route="/v1/completions",status="200"}') for line in lines)
+    server.complete(prompt=PROMPT, max_tokens=3)
+    assert '\ntxl_requests_total{route="/v1/completions",status="200"}' in server.client.get("/metrics").text
     page = server.client.get("/")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
@@ -286,13 +240,9 @@ def test_other_routes(server, served):
 def test_a_prompt_that_is_read_holds_nobody_up(server):
     """Short requests are answered while a long prompt is read; reading stops when the client disconnects."""
     before = server.service.metrics.tokens_read._value.get()
-    url = httpx.URL(server.url)
-    body = json.dumps({"prompt": "x" * 1_000_000, "max_tokens": 1}).encode()
-    with socket.create_connection((url.host, url.port)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    with server.connection("/v1/completions", {"prompt": "x" * 1_000_000, "max_tokens": 1}):
         wait_for(lambda: server.service.scheduler._reading)
-        server.post("/v1/completions", {"prompt": "short", "max_tokens": 5})
+        server.complete(prompt="short", max_tokens=5)
         assert server.service.scheduler._reading
     wait_for(server.is_empty)
     assert server.service.metrics.tokens_read._value.get() - before < 1_000_000
@@ -309,13 +259,7 @@ def test_a_long_text_waits_for_others_without_a_thread_and_not_at_all_once_its_c
         return torch.zeros(1, dtype=torch.int64)
 
     monkeypatch.setattr(texts, "encode", encode)
-    url = httpx.URL(server.url)
-    connections = []
-    for n in range(300_001, 300_041):
-        body = json.dumps({"prompt": "x" * n}).encode()
-        head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        connections.append(socket.create_connection((url.host, url.port)))
-        connections[-1].sendall(head.encode() + b"\r\n\r\n" + body)
+    connections = [server.connection("/tokenize", {"prompt": "x" * n}) for n in range(300_001, 300_041)]
     wait_for(lambda: server.service.encoder._work_queue.qsize() == 39)
     assert server.post("/tokenize", {"prompt": "x" * 100_000})["count"] == 1
     for connection in connections:

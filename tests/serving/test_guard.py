@@ -12,9 +12,10 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import running, wait_for
 from txl.serving.guard import Access, Guard
 from txl.serving.requests import Limits, Metrics
+from txl.serving.service import Service
 
 KEY = "a key that nobody knows"
 ROUTES = [
@@ -29,9 +30,6 @@ ROUTES = [
 
 @pytest.fixture(scope="module")
 def locked(served):
-    from tests.serving.conftest import running
-    from txl.serving.service import Service
-
     access = Access(KEY, hosts=("served.example",), origins=("https://friend.example",))
     with running(Service(served, Limits(max_body=2000, body_seconds=0.7, write_seconds=0.7)), access) as found:
         yield found
@@ -86,20 +84,12 @@ def test_hosts(locked, host, status):
 
 def test_origins(locked):
     key = {"authorization": f"Bearer {KEY}"}
-    own = locked.url
-    for origin in (own, "http://evil.example", "null", "file://", "x", "http://["):
+    for origin in (locked.url, "http://evil.example", "null", "file://", "x", "http://["):
         answer = locked.client.get("/v1/models", headers=key | {"origin": origin})
-        assert answer.status_code == (200 if origin == own else 403)
+        assert answer.status_code == (200 if origin == locked.url else 403)
         assert "access-control-allow-origin" not in answer.headers
-    assert (
-        locked.client.post("/v1/streams", headers=key | {"origin": "http://evil.example"}, json={}).status_code == 403
-    )
-    friend = {"origin": "https://friend.example"}
-    asked = locked.client.options("/v1/completions", headers=friend | {"access-control-request-method": "POST"})
-    assert asked.status_code == 200
-    for answer in (asked, locked.client.get("/v1/models", headers=key | friend)):
-        assert answer.headers["access-control-allow-origin"] == "https://friend.example"
-    assert locked.client.get("/v1/models", headers=friend).status_code == 401
+    evil = key | {"origin": "http://evil.example"}
+    assert locked.client.post("/v1/streams", headers=evil, json={}).status_code == 403
 
 
 OPENAI_JS = (
@@ -109,14 +99,17 @@ OPENAI_JS = (
 
 
 def test_the_client_of_openai_in_a_page_of_an_allowed_origin(locked):
-    friend = {"origin": "https://friend.example", "access-control-request-method": "POST"}
-    asked = locked.client.options("/v1/completions", headers=friend | {"access-control-request-headers": OPENAI_JS})
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": OPENAI_JS}
+    friend = {"origin": "https://friend.example"}
+    asked = locked.client.options("/v1/completions", headers=friend | asks)
     assert asked.headers["access-control-allow-headers"] == OPENAI_JS
     assert {"Origin", "Access-Control-Request-Headers"} <= set(asked.headers["vary"].split(", "))
     answer = locked.client.get("/v1/models", headers=friend)
+    assert answer.status_code == 401
     assert answer.headers["access-control-expose-headers"] == "*"  # Retry-After and Content-Disposition, for instance
-    evil = friend | {"origin": "https://evil.example", "access-control-request-headers": OPENAI_JS}
-    asked = locked.client.options("/v1/completions", headers=evil)
+    for given in (asked, answer, locked.client.get("/v1/models", headers=friend | {"authorization": f"Bearer {KEY}"})):
+        assert given.headers["access-control-allow-origin"] == "https://friend.example"
+    asked = locked.client.options("/v1/completions", headers=asks | {"origin": "https://evil.example"})
     assert asked.status_code == 403
     assert not any(name.startswith("access-control") for name in asked.headers)
 
@@ -143,12 +136,8 @@ def test_bodies_that_are_no_requests(server, body):
 
 
 def test_wrong_methods(server):
-    for method, path in (
-        ("GET", "/v1/completions"),
-        ("PUT", "/v1/completions"),
-        ("DELETE", "/v1/models"),
-        ("POST", "/health"),
-    ):
+    for place in ("GET /v1/completions", "PUT /v1/completions", "DELETE /v1/models", "POST /health"):
+        method, path = place.split()
         error = server.refused(405, path, {} if method in ("POST", "PUT") else None, method=method)
         assert method in error["message"]
     server.refused(400, "/v1/models", method="GET", content=b"{}")
@@ -160,11 +149,8 @@ def test_large_bodies(locked, server):
     body = json.dumps({"prompt": "a" * 3000, "max_tokens": 1}).encode()
     locked.refused(413, "/v1/completions", content=body, headers=key)
 
-    def parts():
-        for start in range(0, len(body), 100):
-            yield body[start : start + 100]
-
-    locked.refused(413, "/v1/completions", content=parts(), headers=key)
+    parts = (body[start : start + 100] for start in range(0, len(body), 100))
+    locked.refused(413, "/v1/completions", content=parts, headers=key)
     ten = json.dumps({"prompt": "a" * 10_000_000}).encode()
     server.refused(413, "/v1/completions", content=ten, headers={"content-type": "application/json"})
     server.refused(400, "/v1/completions", {"prompt": "a" * (1 << 20) + "a"})
@@ -212,9 +198,7 @@ def test_a_connection_is_read_in_small_parts(server, monkeypatch):
     monkeypatch.setattr(H11Protocol, "data_received", spy)
     body = b'{"prompt": "' + b"a" * 50_000 + b'"}'
     chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
-    with raw(server) as connection:
-        head = b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks)
+    with server.connection("/tokenize", chunks, "Transfer-Encoding: chunked\r\n") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert sum(sizes) > 300_000
     assert max(sizes) <= 1 << 13
@@ -222,10 +206,8 @@ def test_a_connection_is_read_in_small_parts(server, monkeypatch):
 
 def begun(server, n_byte: int, n_sent: int) -> socket.socket:
     """Return a connection that has sent a part of a body."""
-    connection = raw(server)
-    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {n_byte}\r\n\r\n".encode() + b'{"prompt":"' + b"a" * (n_sent - 11))
-    return connection
+    part = b'{"prompt":"' + b"a" * (n_sent - 11)
+    return server.connection("/tokenize", part, f"Content-Length: {n_byte}\r\n")
 
 
 def test_bodies_in_flight_have_a_limit(server_with):
@@ -263,16 +245,6 @@ def test_memory_is_returned_after_large_requests(server_with, monkeypatch):
     wait_for(lambda: returned, 5)
 
 
-def raw(server, buffer: int | None = None) -> socket.socket:
-    connection = socket.socket()
-    if buffer is not None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    url = httpx.URL(server.url)
-    connection.connect((url.host, url.port))
-    connection.settimeout(30)
-    return connection
-
-
 def ends(connection: socket.socket) -> float:
     """Return the seconds until the server closes a connection."""
     began = time.monotonic()
@@ -285,12 +257,10 @@ def ends(connection: socket.socket) -> float:
 
 
 def test_bodies_that_do_not_come(locked):
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
-    for rest in ("Content-Length: 100\r\n\r\n{", "Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
-        with raw(locked) as connection:
-            connection.sendall(f"{head}Content-Type: application/json\r\n{rest}".encode())
-            answer = connection.recv(1000)
-            assert answer.startswith(b"HTTP/1.1 408")
+    key = f"Authorization: Bearer {KEY}\r\n"
+    for body, size in ((b"{", "Content-Length: 100\r\n"), (b"5\r\n{", "Transfer-Encoding: chunked\r\n")):
+        with locked.connection("/v1/completions", body, key + size) as connection:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 408")
             assert ends(connection) < 5
 
 
@@ -327,10 +297,8 @@ def test_who_takes_an_answer_slowly_gets_all_of_it_and_who_does_not_is_given_up(
 
 def test_an_event_stream_that_nobody_receives_leaves_the_engine(server_with):
     server = server_with(Limits(write_seconds=0.3))
-    body = json.dumps({"prompt": "a", "max_tokens": 60000, "stream": True, "logprobs": 100}).encode()
-    with raw(server, 4096) as connection:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    body = {"prompt": "a", "max_tokens": 60000, "stream": True, "logprobs": 100}
+    with server.connection("/v1/completions", body, buffer=4096):
         wait_for(lambda: server.service.engine.streams)
         wait_for(server.is_empty)
     assert server.service.metrics.tokens_generated._value.get() < 60000
@@ -338,7 +306,7 @@ def test_an_event_stream_that_nobody_receives_leaves_the_engine(server_with):
 
 def test_nonsense_instead_of_http(server):
     for said in (b"\x16\x03\x01\x02\x00", b"GET\r\n\r\n", b"\r\n" * 50, b"A" * 100_000):
-        with raw(server) as connection:
+        with server.connection() as connection:
             try:
                 connection.sendall(said)
                 connection.shutdown(socket.SHUT_WR)

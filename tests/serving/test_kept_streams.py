@@ -28,6 +28,16 @@ from txl.serving.service import Service
 __all__ = ["nothing_left"]  # fixture of every test
 
 
+def go_on_alike(first, stream: str, second, twin: str) -> None:
+    """Generate and append text on two servers, and compare all numbers exactly."""
+    pairs = ((first, stream), (second, twin))
+    ours, theirs = (generate(server, name, 30, logprobs=4)["tokens"] for server, name in pairs)
+    assert ours == theirs
+    value = {"text": TEXT, "logprobs": 1}
+    ours, theirs = (server.post(f"/v1/streams/{name}/append", value)["tokens"] for server, name in pairs)
+    assert ours == theirs
+
+
 def test_a_restored_stream_goes_on_bit_for_bit(server, server_with):
     other = server_with(max_streams=2)  # an engine of another size
     stream = new(server, TEXT * 3, seed=11)
@@ -38,13 +48,7 @@ def test_a_restored_stream_goes_on_bit_for_bit(server, server_with):
     for name in ("tokens", "memory", "seed", "drawn", "scored", "bits", "characters"):
         assert moved[name] == here[name]
     for _ in range(3):
-        ours, theirs = (generate(each, name, 30, logprobs=4) for each, name in ((server, stream), (other, moved["id"])))
-        assert ours["tokens"] == theirs["tokens"]
-        ours, theirs = (
-            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 1})["tokens"]
-            for each, name in ((server, stream), (other, moved["id"]))
-        )
-        assert ours == theirs
+        go_on_alike(server, stream, other, moved["id"])
     assert snapshot(server, stream)[-2000:] == snapshot(other, moved["id"])[-2000:]
 
 
@@ -63,50 +67,46 @@ def test_snapshots_of_others_are_refused_with_the_reason(server, server_with, se
         error = other.refused(409, "/v1/streams", content=data, headers=OCTETS)
         assert reason in error["message"]
         assert other.get("/v1/streams")["data"] == []
+
+
+def about_of(data: bytes) -> dict[str, Any]:
+    """Return the description of a stream in a snapshot."""
+    return json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]["txl_stream"])
+
+
+def forged(data: bytes, entries: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
+    """Return a snapshot with other values and a matching checksum."""
+    tensors = safetensors.torch.load(data) | (tensors or {})
+    about = about_of(data) | entries
+    del about["sha256"]
+    return safetensors.torch.save(tensors, {"txl_stream": json.dumps(about | {"sha256": _digest(about, tensors)})})
+
+
+def test_damaged_and_forged_snapshots_are_refused(server):
+    data = snapshot(server, new(server))
     flipped = bytearray(data)
     flipped[-5] ^= 1
     for damaged in (bytes(flipped), data[:-100], data[:50], b"", b"\xff" * 100, TEXT.encode()):
         server.refused(400, "/v1/streams", content=damaged, headers=OCTETS)
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    forged_values = (("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1), ("drawn", 2**62))
-    forged_values += (
-        ("scored", 10**400),
-        ("scored", -1),
-        ("characters", 2**62),
-        ("created", math.inf),
-        ("created", 1e300),
+    for name, value in (
+        ("n_token", 3), ("waiting", 256), ("seed", -1), ("tail", [999]), ("n_token", -1), ("drawn", 2**62),
+        ("scored", 10**400), ("scored", -1), ("characters", 2**62), ("created", math.inf), ("created", 1e300),
         ("other", json.loads("[" * 100 + "]" * 100)),
-    )
-    for name, value in forged_values:
-        about = json.loads(header["__metadata__"]["txl_stream"]) | {name: value}
-        del about["sha256"]  # a forger can compute the checksum
-        about["sha256"] = _digest(about, safetensors.torch.load(data))
-        forged = json.dumps(header | {"__metadata__": {"txl_stream": json.dumps(about)}}).encode()
-        content = len(forged).to_bytes(8, "little") + forged + data[8 + size :]
+    ):  # fmt: skip
+        content = forged(data, {name: value})
         message = server.refused(400, "/v1/streams", content=content, headers=OCTETS)["message"]
         assert "does not match its hash" not in message
         assert server.client.get("/v1/streams").is_success
     server.refused(413, "/v1/streams", content=b"\0" * (4 << 20), headers=OCTETS)
 
 
-def forged(data: bytes, entries: dict[str, Any], tensors: dict[str, torch.Tensor] | None = None) -> bytes:
-    """Return a snapshot with other values and a matching checksum."""
-    tensors = safetensors.torch.load(data) | (tensors or {})
-    size = int.from_bytes(data[:8], "little")
-    about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["txl_stream"]) | entries
-    del about["sha256"]
-    return safetensors.torch.save(tensors, {"txl_stream": json.dumps(about | {"sha256": _digest(about, tensors)})})
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e16, -1e30])
-@pytest.mark.parametrize("name", ["keys.0", "values.1"])
+@pytest.mark.parametrize(("name", "value"), [("keys.0", math.nan), ("values.1", -math.inf), ("keys.1", -1e16)])
 def test_snapshots_with_values_that_no_model_computes_are_refused(server, name, value):
     data = snapshot(server, new(server))
     tensors = {name: safetensors.torch.load(data)[name].clone()}
     tensors[name][0, 3, 1] = value
     message = server.refused(400, "/v1/streams", content=forged(data, {}, tensors), headers=OCTETS)["message"]
-    assert message.startswith("the snapshot is damaged: its keys and values are not numbers up to 1e+15")
+    assert "1e+15" in message
 
 
 def test_the_largest_values_of_a_snapshot_can_be_continued(server):
@@ -195,27 +195,20 @@ def test_a_stream_is_saved_while_a_long_request_changes_it(served, tmp_path, mon
             def saved_tokens() -> int:
                 list(itertools.islice(lines, 50))
                 path = folder / f"{stream}.safetensors"
-                if not path.exists():
-                    return 0
-                data = path.read_bytes()
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                return json.loads(header["__metadata__"]["txl_stream"])["n_token"]
+                return about_of(path.read_bytes())["n_token"] if path.exists() else 0
 
             wait_for(lambda: saved_tokens() > 1000)
             assert server.service.engine.streams, "the request has ended"
 
 
-def test_streams_above_the_limit_are_left_alone_and_named(server_with, tmp_path, served, caplog):
-
-    folder = tmp_path / "streams"
-    with running(Service(served), folder=folder) as first:
+def test_streams_above_the_limit_are_left_alone_and_named(tmp_path, served, caplog):
+    with running(Service(served), folder=tmp_path) as first:
         streams = sorted(new(first, seed=seed) for seed in range(3))
-    with running(Service(served, limits=Limits(max_kept=1)), folder=folder) as second:
-        assert [each["id"] for each in second.get("/v1/streams")["data"]] == streams[:1]
-    left = [each.getMessage() for each in caplog.records if "not loaded" in each.getMessage()]
+    with running(Service(served, limits=Limits(max_kept=1)), folder=tmp_path) as second:
+        assert [stream["id"] for stream in second.get("/v1/streams")["data"]] == streams[:1]
+    left = [record.getMessage() for record in caplog.records if "not loaded" in record.getMessage()]
     assert [stream in line for stream, line in zip(streams[1:], left, strict=True)] == [True, True]
-    with running(Service(served), folder=folder) as third:
-        assert sorted(each["id"] for each in third.get("/v1/streams")["data"]) == streams
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
 
 
 def test_bfloat16_streams_move_too(server_with):
@@ -224,9 +217,4 @@ def test_bfloat16_streams_move_too(server_with):
     generate(first, stream, 30)
     moved = restore(second, snapshot(first, stream))["id"]
     for _ in range(2):
-        assert generate(first, stream, 30, logprobs=1)["tokens"] == generate(second, moved, 30, logprobs=1)["tokens"]
-        ours, theirs = (
-            each.post(f"/v1/streams/{name}/append", {"text": TEXT, "logprobs": 0})["tokens"]
-            for each, name in ((first, stream), (second, moved))
-        )
-        assert ours == theirs
+        go_on_alike(first, stream, second, moved)

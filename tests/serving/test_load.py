@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import json
 import random
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
 
-from tests.serving.conftest import wait_for
+from tests.serving.conftest import running, wait_for
 from txl.generation.engine import StreamState
 from txl.serving.requests import Limits
+from txl.serving.service import Service
 
 PROMPT = "12. The river rose in the night"
 
@@ -26,7 +27,6 @@ def texts(server) -> list[str]:
 def test_clients_that_disconnect_at_random(server_with):
     server = server_with(Limits(max_queue=300, max_kept=300))
     expected = texts(server)
-    url = httpx.URL(server.url)
     stream = server.post("/v1/streams", {"text": PROMPT, "seed": 2})["stream"]["id"]
 
     def misbehave(number: int) -> None:
@@ -39,24 +39,19 @@ def test_clients_that_disconnect_at_random(server_with):
         elif chance.random() < 0.2:
             path, value = f"/v1/streams/{stream}/fork", {"at": chance.randrange(1, 20), "token": 65}
         body = json.dumps(value).encode()
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        message = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-        with socket.create_connection((url.host, url.port)) as connection:
+        sent = body if chance.random() < 0.8 else body[: chance.randrange(len(body))]
+        with server.connection(path, sent, f"Content-Length: {len(body)}\r\n") as connection, suppress(TimeoutError):
             connection.settimeout(0.05 + 0.4 * chance.random())
-            connection.sendall(message if chance.random() < 0.8 else message[: chance.randrange(len(message))])
-            try:
-                while connection.recv(chance.choice([10, 10_000])):
-                    if chance.random() < 0.1:
-                        break
-            except TimeoutError:
-                pass
+            while connection.recv(chance.choice([10, 10_000])):
+                if chance.random() < 0.1:
+                    break
 
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(misbehave, range(100)))
     wait_for(server.is_empty)
     assert texts(server) == expected
+    wait_for(lambda: not any(each["busy"] for each in server.get("/v1/streams")["data"]))
     for each in server.get("/v1/streams")["data"]:
-        wait_for(lambda name=each["id"]: not server.get(f"/v1/streams/{name}")["busy"])
         assert server.client.delete(f"/v1/streams/{each['id']}").status_code == 200
     server.client.close()
     wait_for(lambda: not server.service.scheduler._busy())
@@ -92,20 +87,13 @@ def test_beyond_what_it_can_carry_it_says_so_at_once(server_with):
 
 def test_more_requests_at_once_than_are_answered(server_with):
     server = server_with(Limits(max_requests=2))
-    lines = []
-    with httpx.Client(base_url=server.url) as client:
-        streams = [
-            client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 60000, "stream": True})
-            for _ in "12"
-        ]
-        for stream in streams:
-            lines.append(stream.__enter__().iter_lines())
-            next(lines[-1])
+    body = {"prompt": "a", "max_tokens": 60000, "stream": True}
+    with server.connection("/v1/completions", body) as first, server.connection("/v1/completions", body) as second:
+        for connection in (first, second):
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
         answer = server.client.get("/v1/models")
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
-        for stream in streams:
-            stream.__exit__(None, None, None)
     wait_for(server.is_empty)
     wait_for(lambda: server.client.get("/v1/models").status_code == 200)
 
@@ -126,10 +114,7 @@ def test_a_client_that_leaves_ends_its_text_within_a_step(server):
     assert server.service.metrics.steps._value.get() - before < 60000
 
 
-def test_stopping_ends_what_runs(server_with, served):
-    from tests.serving.conftest import running
-    from txl.serving.service import Service
-
+def test_stopping_ends_what_runs(served):
     service = Service(served)
     service.grace = 0.3
     with running(service) as server:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 import txl
-from tests.serving.conftest import Running, events_of, running
+from tests.serving.conftest import Running, running
 from txl.config import TransformerXLConfig
 from txl.data.bpe import BpeVocabulary
 from txl.data.characters import CharVocabulary
@@ -21,6 +20,7 @@ from txl.errors import UserError
 from txl.evaluation.surprisal import surprisals
 from txl.models import build_model
 from txl.serving.service import Served, Service
+from txl.serving.texts import Texts
 
 LENGTHS: dict[str, Any] = {"mem_len": 12, "window": 12}
 TEXT = "The river rose — “how long?”\nNobody knew, and so they waited."
@@ -56,15 +56,13 @@ def test_the_text_of_txl_generate(server):
     served, text = server.service.served, prompt(server)
     expected = "".join(txl.generate(served.model, served.vocabulary, text, max_tokens=40, seed=2, **LENGTHS))
     value = {"prompt": text, "max_tokens": 40, "seed": 2}
-    assert server.post("/v1/completions", value)["choices"][0]["text"] == expected
-    answer = server.client.post("/v1/completions", json=value | {"stream": True})
-    assert "".join(json.loads(each)["choices"][0]["text"] for each in events_of(answer)[:-1]) == expected
+    assert server.complete(**value)[0]["text"] == expected
+    assert "".join(chunk["choices"][0]["text"] for chunk in server.events("/v1/completions", value)) == expected
 
 
 def test_tokens_stand_where_their_text_does(server):
     served, text = server.service.served, prompt(server)
-    value = {"prompt": text, "max_tokens": 20, "seed": 4, "echo": True, "logprobs": 3}
-    [choice] = server.post("/v1/completions", value)["choices"]
+    [choice] = server.complete(prompt=text, max_tokens=20, seed=4, echo=True, logprobs=3)
     assert choice["text"].startswith(text)
     found = choice["logprobs"]
     for token, at, data in zip(found["tokens"], found["text_offset"], found["bytes"], strict=True):
@@ -83,8 +81,7 @@ def test_tokens_stand_where_their_text_does(server):
 def test_streams_and_token_ids(server):
     text = prompt(server)
     ids = server.post("/tokenize", {"prompt": text})["tokens"]
-    [by_text] = server.post("/v1/completions", {"prompt": text, "max_tokens": 9, "seed": 3, "logprobs": 0})["choices"]
-    [by_ids] = server.post("/v1/completions", {"prompt": ids, "max_tokens": 9, "seed": 3, "logprobs": 0})["choices"]
+    [by_text], [by_ids] = (server.complete(prompt=given, max_tokens=9, seed=3, logprobs=0) for given in (text, ids))
     assert by_text["logprobs"]["token_ids"] == by_ids["logprobs"]["token_ids"]
     made = server.post("/v1/streams", {"tokens": ids, "seed": 3, "logprobs": 1})
     stream = made["stream"]["id"]
@@ -97,21 +94,15 @@ def test_streams_and_token_ids(server):
 
 
 def test_what_the_vocabulary_lacks(server):
-    answer = server.client.post(
-        "/v1/completions", json={"prompt": "the \u4e2d", "max_tokens": 1, "echo": True, "logprobs": 0}
-    )
+    value = {"prompt": "the \u4e2d", "max_tokens": 1, "echo": True, "logprobs": 0}
     if server.service.model_id == "closed":
-        assert answer.status_code == 400
-        assert "U+4E2D" in answer.json()["error"]["message"]
+        assert "U+4E2D" in server.refused(400, "/v1/completions", value)["message"]
     else:
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["text"].startswith("the \u4e2d")
+        assert server.complete(**value)[0]["text"].startswith("the \u4e2d")
 
 
 @pytest.mark.parametrize("kind", ["word", "bpe"])
 def test_a_text_without_borders_is_refused_before_it_is_encoded(kind, monkeypatch):
-    from txl.serving.texts import Texts
-
     texts = Texts(VOCABULARIES[kind](), kind)
     monkeypatch.setattr(texts.vocabulary, "encode", lambda text: pytest.fail("it was encoded"))
     longest = {"word": 1 << 16, "bpe": 1 << 18}[kind]

@@ -121,9 +121,7 @@ def compress(
     if dynamic is not None:
         header["dynamic"] = dataclasses.asdict(dynamic)
     setup = _Setup(header, model)
-    if setup.statistics is not None:
-        header["statistics"] = tensors_digest(setup.statistics.squares)
-    header["probe"] = setup.probe()
+    header |= setup.digests()
     n_threads = torch.get_num_threads() if verify is None else max(1, torch.get_num_threads() // 2)
     codec, writer = BlockCodec(setup.predictor(), setup.symbols, lanes, n_threads), ContainerWriter()
     n_text = n_payload = 0
@@ -168,12 +166,11 @@ def decompress(
         remedy = ("if the run has been trained on since, name the checkpoint of then with ", Field("checkpoint"))
         raise UserError(f"{name} was made with another model (weights, configuration or vocabulary)", remedy=remedy)
     setup = _Setup(header, model)
-    given = None if setup.statistics is None else tensors_digest(setup.statistics.squares)
-    if "statistics" in header and given != header["statistics"]:
-        remedy = ("give the text that the model was trained on (", Field("data_dir"), ")")
-        raise UserError(f"{name} was made with other gradient statistics of the training split", remedy=remedy)
-    if setup.probe() != header.get("probe"):
-        raise UserError(f"{name} cannot be decoded here: the same model gives other numbers on this machine")
+    for key, value in setup.digests().items():
+        if header.get(key) != value:
+            of_text = ("give the text that the model was trained on (", Field("data_dir"), ")")
+            problem = f"{name} cannot be decoded here: {key} {header.get(key)} there, {value} here"
+            raise UserError(problem, remedy=of_text if key == "statistics" else "use the machine that made it")
     codec = BlockCodec(setup.predictor(), setup.symbols, setup.lanes, torch.get_num_threads())
     n_text = n_payload = 0
     for block in reader.blocks(setup.block):
@@ -250,11 +247,12 @@ class _Setup:
                 return EnginePredictor(model, *common, self._lengths)
             return ModelPredictor(model, *common, self._lengths)
 
-    def probe(self) -> str:
-        """Return a digest of the frequencies of a few columns of made-up tokens, learning included.
+    def digests(self) -> dict[str, str]:
+        """Return digests of the gradient statistics, if any, and of the frequencies of a few columns of made-up tokens.
 
-        A different digest shows, before anything is decoded, that the probabilities are different.
+        Other digests show, before anything is decoded, that the probabilities are different.
         """
+        found = {} if self.statistics is None else {"statistics": tensors_digest(self.statistics.squares)}
         predictor, frequencies = self.predictor(), Frequencies(self.symbols.escape)
         total = hashlib.blake2b(digest_size=8)
         with threads(1):
@@ -264,7 +262,7 @@ class _Setup:
                 log_probs = predictor.predict()
                 total.update(frequencies.cumulative(log_probs).tobytes())
                 predictor.read((7 * column + 13 * torch.arange(self.lanes)) % log_probs.shape[1], True)
-        return total.hexdigest()
+        return found | {"probe": total.hexdigest()}
 
 
 class VerifiedSink:
