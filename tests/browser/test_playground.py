@@ -140,10 +140,10 @@ class Tab:
     def no_errors(self, *expected: str) -> None:
         """Fail on requests to other servers and on errors, except the expected errors, which must all have occurred."""
         assert self.foreign == []
-        left = [each for each in self.errors if not any(known in each for known in expected)]
+        left = [error for error in self.errors if not any(known in error for known in expected)]
         assert left == []
         for known in expected:
-            assert any(known in each for each in self.errors), known
+            assert any(known in error for error in self.errors), known
         self.errors.clear()
 
 
@@ -228,7 +228,7 @@ def test_alternatives_are_those_of_the_model(server, tab):
     tab.tokens.nth(place).hover()
     expect(tab.details).to_be_visible()
     token = tokens[place]
-    listed = {token["id"]: token, **{each["id"]: each for each in token["top"]}}
+    listed = {token["id"]: token, **{other["id"]: other for other in token["top"]}}
     expect(tab.others).to_have_count(len(listed))
     part = 2.718281828459045 ** token["top"][0]["logprob"]
     expect(tab.others.first).to_contain_text(f"{100 * part:.0f}%" if part >= 0.0995 else f"{100 * part:.1f}%")
@@ -243,10 +243,10 @@ def test_an_alternative_makes_a_branch_that_goes_on_as_the_api_does(server, tab)
     tab.go_on(PROMPT, 30)
     place = len(PROMPT) + 10
     token = tokens[place]
-    number, other = next((n, each) for n, each in enumerate(token["top"]) if each["id"] != token["id"])
+    number, other = next((n, other) for n, other in enumerate(token["top"]) if other["id"] != token["id"])
     twin = server.post(f"/v1/streams/{stream}/fork", at=place, token=other["id"], seed=7)["id"]
     made = server.post(f"/v1/streams/{twin}/generate", max_tokens=30)["text"]
-    before = "".join(each["piece"] for each in tokens[:place])
+    before = "".join(token["piece"] for token in tokens[:place])
     tab.tokens.nth(place).click()
     tab.choose(tab.others.nth(number))
     expected = (before.encode() + bytes(other["bytes"])).decode() + made
@@ -285,7 +285,7 @@ def test_stop_works_at_once_and_nothing_goes_on(server, tab):
     tab.go_on("", 10)
     assert tab.shown().startswith(old)
     assert tab.tokens.count() == count + 10
-    assert count + 10 in [each["tokens"] for each in server.streams()]
+    assert count + 10 in [stream["tokens"] for stream in server.streams()]
 
 
 def test_stop_needs_no_second_stream(trained, tab_at):
@@ -297,7 +297,7 @@ def test_stop_needs_no_second_stream(trained, tab_at):
         count = tab.tokens.count()
         tab.go_on("", 10)
         assert tab.tokens.count() == count + 10
-        assert [each["tokens"] for each in server.streams()] == [count + 10]
+        assert [stream["tokens"] for stream in server.streams()] == [count + 10]
         tab.errors = [each for each in tab.errors if "429" not in each]  # occurs if the server was ahead of the page
 
 
@@ -397,7 +397,7 @@ def test_a_lost_server_is_one_line_and_a_new_one_goes_on(trained, tab_at):
         expect(tab.error).to_be_hidden()
         assert tab.tokens.count() == count + 10
         assert tab.shown().startswith(old)
-        assert [each["tokens"] for each in second.streams()] == [count + 10]
+        assert [stream["tokens"] for stream in second.streams()] == [count + 10]
         tab.no_errors("ERR_", "404")
 
 
@@ -427,8 +427,8 @@ def test_nothing_is_wider_than_the_screen(server, tab_at, width):
 
 
 def _luminance(colour: str) -> float:
-    parts = [float(each) / 255 for each in re.findall(r"[\d.]+", colour)[:3]]
-    red, green, blue = [each / 12.92 if each <= 0.04045 else ((each + 0.055) / 1.055) ** 2.4 for each in parts]
+    parts = [float(value) / 255 for value in re.findall(r"[\d.]+", colour)[:3]]
+    red, green, blue = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -504,7 +504,7 @@ def test_many_tokens_stay_fast_and_the_oldest_lose_their_colour(server, tab):
     tab.done()
     assert tab.tokens.count() <= 2250
     n_token = len(lines) + 300
-    assert n_token in [each["tokens"] for each in server.streams()]
+    assert n_token in [stream["tokens"] for stream in server.streams()]
     assert tab.page.evaluate("window.longest") < 2000
     assert tab.shown().startswith(lines)
     blocks = tab.text.locator("> *").evaluate_all("all => all.map((each) => [each.className, each.textContent])")
@@ -523,7 +523,7 @@ def test_a_long_text_is_read_without_its_first_tokens_being_shown(server, tab):
     expect(tab.error).to_be_hidden()
     assert tab.shown() == text
     assert tab.draft.input_value() == ""
-    found = next(each for each in server.streams() if each["tokens"] == len(text.encode()))
+    found = next(stream for stream in server.streams() if stream["tokens"] == len(text.encode()))
     expected = f"{found['bits_per_character']:.2f} over {found['characters']:,} characters"
     expect(tab.page.locator("#bits")).to_have_text(expected)
     tab.page.get_by_label("tokens", exact=True).fill("5")

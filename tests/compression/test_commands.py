@@ -143,7 +143,7 @@ def test_a_damaged_file_leaves_nothing(tmp_path, capsys):
     file.write_bytes(data)
     assert main(["decompress", str(file), "-o", str(back)]) == 2
     assert "damaged" in capsys.readouterr().err
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["text", "text.txl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text", "text.txl"]
 
 
 def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
@@ -170,7 +170,7 @@ def test_nothing_half_written_is_left_by_signals(tmp_path, capsys):
     text.write_bytes(TEXT)
     assert main(["compress", str(text), "--online", "--no-verify", "-o", str(tmp_path / "SIGKILL")]) == 0
     assert f"note: {left}, which a killed process had left, was removed" in capsys.readouterr().err
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["SIGKILL", "text"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["SIGKILL", "text"]
 
 
 @pytest.mark.parametrize(

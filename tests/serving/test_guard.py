@@ -197,7 +197,7 @@ def test_a_connection_is_read_in_small_parts(server, monkeypatch):
 
     monkeypatch.setattr(H11Protocol, "data_received", spy)
     body = b'{"prompt": "' + b"a" * 50_000 + b'"}'
-    chunks = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % value for value in body) + b"0\r\n\r\n"
     with server.connection("/tokenize", chunks, "Transfer-Encoding: chunked\r\n") as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
     assert sum(sizes) > 300_000

@@ -115,8 +115,8 @@ def test_the_largest_values_of_a_snapshot_can_be_continued(server):
     signs = torch.Generator().manual_seed(1)
     for size in (1e15, 1e6):
         large = {
-            name: size * (1 - 2 * torch.randint(2, each.shape, generator=signs)).to(each.dtype)
-            for name, each in safetensors.torch.load(data).items()
+            name: size * (1 - 2 * torch.randint(2, tensor.shape, generator=signs)).to(tensor.dtype)
+            for name, tensor in safetensors.torch.load(data).items()
         }
         stream = restore(server, forged(data, {}, large))["id"]
         assert len(generate(server, stream, 20, logprobs=3)["tokens"]) == 20
@@ -152,11 +152,11 @@ def test_kept_over_a_restart(server_with, tmp_path, served):
         first.client.delete(f"/v1/streams/{gone}")
         with pytest.raises(txl.errors.UserError, match="another server"), running(Service(served), folder=folder):
             pass
-    assert [each.name for each in folder.glob("*.safetensors")] == [f"{stream}.safetensors"]
+    assert [path.name for path in folder.glob("*.safetensors")] == [f"{stream}.safetensors"]
     assert os.name == "nt" or folder.stat().st_mode & 0o77 == 0, "others could read what clients wrote"
     (folder / f"stream-{'0' * 32}.safetensors").write_bytes(b"damaged")
     with running(Service(served), folder=folder) as second:
-        assert [each["id"] for each in second.get("/v1/streams")["data"]] == [stream]
+        assert [kept["id"] for kept in second.get("/v1/streams")["data"]] == [stream]
         more = generate(second, stream, 20)["text"]
     with running(Service(dataclasses.replace(served))) as third:
         assert generate(third, new(third, seed=4), 40)["text"].startswith(text + more)
@@ -179,7 +179,7 @@ def test_streams_that_could_not_be_written_are_not_called_saved(served, tmp_path
             new(server, seed=seed)
         monkeypatch.setattr(Path, "write_bytes", full)
     assert farewell(server.kept, "streams") == "stopped; streams lost: 2 (streams could not be written)"
-    assert [each.name for each in folder.iterdir()] == [".lock"]
+    assert [path.name for path in folder.iterdir()] == [".lock"]
 
 
 def test_a_stream_is_saved_while_a_long_request_changes_it(served, tmp_path, monkeypatch):

@@ -50,13 +50,13 @@ def test_clients_that_disconnect_at_random(server_with):
         list(pool.map(misbehave, range(100)))
     wait_for(server.is_empty)
     assert texts(server) == expected
-    wait_for(lambda: not any(each["busy"] for each in server.get("/v1/streams")["data"]))
-    for each in server.get("/v1/streams")["data"]:
-        assert server.client.delete(f"/v1/streams/{each['id']}").status_code == 200
+    wait_for(lambda: not any(kept["busy"] for kept in server.get("/v1/streams")["data"]))
+    for kept in server.get("/v1/streams")["data"]:
+        assert server.client.delete(f"/v1/streams/{kept['id']}").status_code == 200
     server.client.close()
     wait_for(lambda: not server.service.scheduler._busy())
     gc.collect()
-    left = [each for each in gc.get_objects() if type(each) is StreamState and each is not server.service.empty]
+    left = [state for state in gc.get_objects() if type(state) is StreamState and state is not server.service.empty]
     assert not left
     assert len(server.service.engine._free) == server.service.engine.max_streams
 

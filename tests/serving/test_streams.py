@@ -92,7 +92,7 @@ def test_appended_text_is_scored_as_txl_score_does(server, served):
         assert log_probs == sorted(log_probs, reverse=True)
         assert token["rank"] == 1 or token["logprob"] <= token["top"][0]["logprob"]
     about = found["stream"]
-    assert about["bits"] == pytest.approx(sum(each for each in expected if each is not None), abs=1e-3)
+    assert about["bits"] == pytest.approx(sum(bits for bits in expected if bits is not None), abs=1e-3)
     assert about["characters"] == 5 * len(TEXT) - 1
     assert about["bits_per_character"] == pytest.approx(about["bits"] / about["characters"])
     assert about["memory"] == about["memory_limit"] == 15
@@ -124,10 +124,10 @@ def test_progress_of_a_long_text_is_reported(server):
     stream = new(server)
     *progress, last = server.events(f"/v1/streams/{stream}/append", {"text": TEXT * 20, "logprobs": 0})
     total = len((TEXT * 20).encode())
-    assert [each["read"] for each in progress] == sorted(each["read"] for each in progress)
+    assert [part["read"] for part in progress] == sorted(part["read"] for part in progress)
     assert progress[-1]["read"] == progress[-1]["total"] == last["read"] == total
     assert len(progress) == math.ceil(total / 8)
-    assert sum(len(each["tokens"]) for each in progress) == total
+    assert sum(len(part["tokens"]) for part in progress) == total
     assert last["scored"] == total
 
 
@@ -209,9 +209,9 @@ def test_memory_does_not_grow(server):
     about = server.get(f"/v1/streams/{stream}")
     assert about["tokens"] > 4000
     assert len(sizes) == 1
-    one = sum(each.nbytes for each in (*kept.state.keys, *kept.state.values))
+    one = sum(tensor.nbytes for tensor in (*kept.state.keys, *kept.state.values))
     assert kept.nbytes <= 3 * one
-    assert all(each.untyped_storage().nbytes() == each.nbytes for each in (*kept.state.keys, *kept.state.values))
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in (*kept.state.keys, *kept.state.values))
 
 
 def test_memory_does_not_grow_within_a_request(server, monkeypatch):
@@ -281,7 +281,6 @@ def test_limits(server_with):
     server.refused(404, f"/v1/streams/{stream}", method="GET")
     new(server)
     wait_for(lambda: not len(server.kept))  # both streams were idle for too long
-    assert "idle" in str(server.client.get("/v1/streams").text) or not server.get("/v1/streams")["data"]
 
 
 def test_one_request_at_a_time(server):

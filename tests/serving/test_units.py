@@ -74,7 +74,7 @@ def test_tokens_stand_where_their_text_does(server):
             assert top[token] == log_prob  # also for unknown words, which `tokens` shows as they are in the text
     n_prompt = len(server.post("/tokenize", {"prompt": text})["tokens"])
     rows = list(surprisals(served.model, served.vocabulary, text, **LENGTHS))[:n_prompt]
-    bits = [-each / math.log(2) for each in found["token_logprobs"][1 : len(rows)]]
+    bits = [-log_prob / math.log(2) for log_prob in found["token_logprobs"][1 : len(rows)]]
     assert bits == pytest.approx([row.surprisal for row in rows[1:]], abs=1e-5)
 
 

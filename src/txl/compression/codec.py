@@ -81,7 +81,8 @@ class Symbols:
         behind, text = iter(literals), bytearray()
         for at in range(0, len(symbols), _AT_ONCE):  # a Python list takes many times the memory of its array
             some = symbols[at : at + _AT_ONCE].tolist()
-            text += b"".join([bytes([next(behind)]) if each == self.escape else self._pieces[each] for each in some])
+            spelled = [bytes([next(behind)]) if symbol == self.escape else self._pieces[symbol] for symbol in some]
+            text += b"".join(spelled)
         return bytes(text)
 
     def read(self, symbols: np.ndarray) -> np.ndarray:

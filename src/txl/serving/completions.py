@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,17 +17,7 @@ from txl.serving.requests import ApiError, body_of, dumps, json_response
 from txl.serving.schemas import CompletionRequest, checked
 from txl.serving.service import Service
 from txl.serving.texts import TAIL, Texts
-from txl.serving.work import (
-    Continuation,
-    DrawnEvent,
-    EndEvent,
-    Event,
-    FailedEvent,
-    Outbox,
-    ReadEvent,
-    ScoredToken,
-    Work,
-)
+from txl.serving.work import Continuation, DrawnEvent, EndEvent, FailedEvent, Outbox, ReadEvent, ScoredToken, Work
 
 
 class Choice:
@@ -146,7 +136,7 @@ class _Answer:
         """Return about how many characters and log-probabilities the complete answer has."""
         return sum(choice.size(self._fields.logprobs) for choice in self._choices)
 
-    def _add(self, batch: list[Event]) -> set[int]:
+    def _add(self, batch: Sequence[object]) -> set[int]:
         """Add events to choices and prompts; return the indices of the choices with new events."""
         changed = set()
         for event in batch:
