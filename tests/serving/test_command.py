@@ -28,6 +28,7 @@ def process(trained, *words: str, **environment: str) -> Iterator[tuple[subproce
     pipes: Any = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": os.environ | environment}
     with subprocess.Popen(command, **pipes) as started:
         try:
+            assert started.stderr is not None
             said, match = "", None
             while match is None:
                 said += (line := started.stderr.readline())

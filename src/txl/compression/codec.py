@@ -137,11 +137,7 @@ class BlockCodec:
         return len(symbols), payload if len(payload) < len(text) else text
 
     def decode(self, block: Block, name: str) -> bytes:
-        """Return the block's text.
-
-        Raises:
-            UserError: if the result is not the text that was encoded; this codec cannot be used after that.
-        """
+        """Return the block's text (UserError if it is not what was encoded; this codec cannot be used after that)."""
         if block.stored:
             text = block.payload
             self.encode(text)  # the predictor and the frequencies must read the text here as they did in the encoder

@@ -87,14 +87,10 @@ def compress(
     verify: list[str] | None = None,
     progress: BytesDone | None = None,
 ) -> Sizes:
-    """Compress a stream of bytes, which need not be seekable, by means of a model's probabilities.
+    """Compress a stream of bytes, which need not be seekable, by a trained model or by one that learns the text online.
 
     Args:
-        source: stream of the text.
-        sink: stream for the compressed file.
-        model: trained model to code by; None: `online` is used instead.
-        dynamic: settings of the model's adaptation to the text coded so far; None: fixed weights.
-        online: recipe of a model that learns the text during coding, in place of a trained model.
+        dynamic: settings of the trained model's adaptation to the text coded so far; None: fixed weights.
         lanes: number of parts of each block that are read in parallel; more lanes are faster and cost some bits. None:
             1 with `dynamic`, otherwise as many as leave each lane 16 KiB of the first block (8 KiB online), at most 8.
         verify: arguments with which `txl decompress` decodes this file (``["--model", DIR]``). Another process then

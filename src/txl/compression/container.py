@@ -116,10 +116,7 @@ class ContainerReader:
         return values
 
     def blocks(self, most: int) -> Iterator[Block]:
-        """Yield the blocks, of at most `most` bytes of text, after checking each.
-
-        Then compare the end's digest with the texts passed to `decoded`.
-        """
+        """Yield the blocks, of at most `most` bytes, once checked; the end is compared with what `decoded` got."""
         while (kind := self._read(1)[0]) != _END_KIND:
             start = bytes([kind]) + self._read(_BLOCK.size - 1)
             _, n_bytes, n_symbols, length, digest = _BLOCK.unpack(start)

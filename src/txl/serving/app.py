@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -41,7 +40,6 @@ _READ_AT_ONCE = 1 << 13  # bytes; in chunks of one byte, they take about 20 ms
 _CONTENT = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; " + (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_FRESH = {"Cache-Control": "no-cache"}  # browsers ask at each use: a new version of the program may change the page
 
 
 def build_app(service: Service, access: Access = Access(), streams_folder: Path | None = None) -> Guard:  # noqa: B008 (a value)
@@ -62,7 +60,7 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     app = Starlette(
         routes=[
             Route("/", _page),
-            Mount(STATIC.rstrip("/"), _Static(directory=_PLAYGROUND)),
+            Mount(STATIC.rstrip("/"), StaticFiles(directory=_PLAYGROUND)),
             Route("/health", _health),
             Route("/metrics", _metrics),
             Route("/v1/models", _models),
@@ -90,16 +88,9 @@ def build_app(service: Service, access: Access = Access(), streams_folder: Path 
     return app.state.guard
 
 
-class _Static(StaticFiles):
-    def file_response(self, *args: Any, **options: Any) -> Response:
-        response = super().file_response(*args, **options)
-        response.headers.update(_FRESH)
-        return response
-
-
 async def _page(request: Request) -> Response:
     page = (_PLAYGROUND / "index.html").read_bytes()
-    return Response(page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT, **_FRESH})
+    return Response(page, media_type="text/html", headers={"Content-Security-Policy": _CONTENT})
 
 
 async def _health(request: Request) -> Response:

@@ -69,7 +69,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        began, status, path = time.perf_counter(), 500, scope["path"]
 
         async def sends(message: Message) -> None:
             """Send a message in parts, for each of which the client has `Limits.write_seconds`.
@@ -80,6 +80,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+                if path == "/" or path.startswith(STATIC):  # browsers ask at each use: a new version may change it
+                    added.append((b"cache-control", b"no-cache"))
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             body, more = message.get("body", b""), message.get("more_body", False)
             for start in range(0, max(1, len(body)), _SENT_AT_ONCE):
