@@ -187,16 +187,6 @@ def test_no_compile_means_no_compiled_code(more, trained, monkeypatch, capsys):
         main(words)
 
 
-@pytest.mark.parametrize(("stop", "is_noted"), [("\\n", True), ("\n", False), ("n", False)])
-def test_a_stop_string_with_a_backslash_and_an_n_is_noted(trained, capsys, stop, is_noted):
-    words = ["generate", str(trained), "--prompt", "The ", "--max-tokens", "3", "--stop", stop]
-    assert main(words) == 0
-    said = (
-        "note: --stop has a backslash and an n, not a line end; in bash a line end is $'\\n'" in capsys.readouterr().err
-    )
-    assert said == is_noted
-
-
 def test_a_sweep_that_is_interrupted_keeps_what_it_has(trained, tmp_path, data_dir, monkeypatch, capsys):
     run, seen, evaluate = RunDirectory(shutil.copytree(trained, tmp_path / "run")), [], perplexity.evaluate_with
 

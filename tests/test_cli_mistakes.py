@@ -57,7 +57,7 @@ def refused(capsys):
         (["train", "stdlib-tiny", "--out", "x", "--device", "xla"],
          "--device xla: cannot be used here: this PyTorch has no such device; use --device cpu"),
         (["train", "stdlib-tiny"], "--out: missing"),
-        (["train"], "no preset is named, and --out holds no run"),
+        (["train", "--out", "x"], "no preset is named, and --out holds no run"),
         (["fly"], "unknown command 'fly'; expected one of demo, presets, data, train"),
         (["evel", "x"], "unknown command 'evel'; did you mean eval"),
         (["eval", "x", "--dtype", "bfloat61"], "--dtype: invalid choice: 'bfloat61'"),
@@ -271,10 +271,7 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     ("what", "expected"),
     [
         ("truncated", "model.safetensors: truncated: "),
-        (
-            "best is no name",
-            "copy/best: names no checkpoint; choose a step with --checkpoint (8, 12), or restore best",
-        ),
+        ("best is no name", "copy/best: names no checkpoint; choose a step with --checkpoint (8, 12), or restore best"),
         ("altered", "altered"),
         ("no manifest", "manifest.json"),
         ("config is no JSON", "line 1 column 2 (char 1)); restore it from a copy"),

@@ -82,8 +82,7 @@ def test_ctrl_c_while_modules_are_imported_ends_the_command_quietly(module, tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
-    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")],
+    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")]
 )
 def test_how_long_threads_wait_awake_is_set_before_pytorch_is_loaded(given, expected, tmp_path):
     (tmp_path / "torch.py").write_text("import os\nprint(os.environ.get('GOMP_SPINCOUNT'))\nos._exit(0)\n")

@@ -39,19 +39,17 @@ def command() -> None:
 
 
 def _interrupted(received: int, frame: FrameType | None) -> None:
-    """Raise an exception in a running command, so that the command can clean up; otherwise exit at once.
+    """Raise KeyboardInterrupt or SystemExit in a running command, so that it can clean up.
 
-    Ctrl-C raises KeyboardInterrupt, other signals raise SystemExit. The process exits at once while modules are
-    imported, before the command begins, after it has ended, and at a second Ctrl-C or SIGTERM, which training passes
-    on. A second SIGHUP is ignored: a closed terminal may send two.
+    The process exits at once while modules are imported, outside the command, and at a second Ctrl-C or SIGTERM, which
+    training passes on. A second SIGHUP is ignored: a closed terminal may send two.
     """
     signal.signal(received, _leave if received in (signal.SIGINT, signal.SIGTERM) else signal.SIG_IGN)
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        module = frame.f_globals.get("__name__")
+        if frame.f_code.co_filename.startswith("<frozen importlib") or module == "txl.training.signals":
             break
-        if frame.f_globals.get("__name__") == "txl.training.signals":
-            break
-        if frame.f_code.co_name == "_run" and frame.f_globals.get("__name__") == "txl.cli":
+        if frame.f_code.co_name == "_run" and module == "txl.cli":
             if received == signal.SIGINT:
                 raise KeyboardInterrupt
             raise SystemExit(128 + received)

@@ -4,20 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from txl.commands.options import (
-    add_memory_options,
-    add_out,
-    add_run_options,
-    load_to_read,
-    number_or_all,
-    numbers,
-    pick_device,
-    run_corpus,
-    run_to_read,
-    shared,
-    tested_lengths,
-    writable_folder,
-)
+from txl.commands import options
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.commands.parser import Parser, option, typed
 from txl.config import whole_number
@@ -38,11 +25,11 @@ def add_parser(commands: Parser) -> None:
         description="Average every head's attention by distance, find the heads that look farthest, and show in the "
         "text what they look at (Appendix D): a page, figures and a JSON record.",
     )
-    shared(parser, "directory")
-    add_out(parser, "DIR", "where to write (default: DIR/attention)")
+    options.shared(parser, "directory")
+    options.add_out(parser, "DIR", "where to write (default: DIR/attention)")
     option(parser, "--split", "NAME", "train, valid or test", default="valid")
-    option(parser, "--tokens", "N", "tokens to read, or all", number_or_all, 100_000).dest = "max_tokens"
-    shared(parser, "segment", "batch", "checkpoint")
+    option(parser, "--tokens", "N", "tokens to read, or all", options.number_or_all, 100_000).dest = "max_tokens"
+    options.shared(parser, "segment", "batch", "checkpoint")
     option(parser, "--min-keys", "N", "average over tokens that attend to N keys or more (default: a full memory)", int)
     option(parser, "--far", "K", "a distance of K tokens or more is far (default: half of the longest)", int)
     parser.add_argument(
@@ -51,19 +38,19 @@ def add_parser(commands: Parser) -> None:
         help="show the terms of the attention score apart (default: if the model has them)",
     )
     shown = parser.add_argument_group("what the page shows")
-    option(shown, "--layers", "N,N,...", "these layers alone, counted from 1", numbers)
+    option(shown, "--layers", "N,N,...", "these layers alone, counted from 1", options.numbers)
     option(shown, "--heads", "L:H,...", "these heads in the text (default: those that look farthest)", _heads)
-    option(shown, "--positions", "P,P,...", "attention at these tokens of the split (default: random)", numbers)
+    option(shown, "--positions", "P,P,...", "attention at these tokens of the split (default: random)", options.numbers)
     option(shown, "--rows", "N", "also show the N tokens that end at each position", int, 16)
     option(shown, "--seed", "S", "draws a position, if none is given", int, 1)
-    add_memory_options(parser)
-    add_run_options(parser)
+    options.add_memory_options(parser)
+    options.add_run_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Average the attention, write figures, page and record, and print the heads that look farthest."""
-    run_directory, config, checkpoint = run_to_read(arguments)
+    run_directory, config, checkpoint = options.run_to_read(arguments)
     from txl.analysis.attention_record import analyse_attention
     from txl.analysis.average_attention import AttentionPlan
     from txl.evaluation.stream import Settings
@@ -73,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
         segment=arguments.segment or config.eval.segment,
         batch_size=config.eval.batch_size,
         max_tokens=None if arguments.max_tokens == "all" else arguments.max_tokens,
-        **tested_lengths(arguments, config).options(),
+        **options.tested_lengths(arguments, config).options(),
     )
     plan = AttentionPlan(
         layers=None if arguments.layers is None else [layer - 1 for layer in arguments.layers],
@@ -86,10 +73,10 @@ def run(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         lanes=arguments.batch,
     )
-    model, vocabulary = load_to_read(run_directory, checkpoint, pick_device(arguments.device))
-    corpus = run_corpus(run_directory, vocabulary, arguments)
+    model, vocabulary = options.load_to_read(run_directory, checkpoint, options.pick_device(arguments.device))
+    corpus = options.run_corpus(run_directory, vocabulary, arguments)
     corpus.tokens(arguments.split)  # refuses a split that does not exist
-    out = writable_folder(arguments.out or run_directory.path / "attention")
+    out = options.writable_folder(arguments.out or run_directory.path / "attention")
     with progress_bar(f"{arguments.split} split", quiet=arguments.json) as move:
         record = analyse_attention(
             model, vocabulary, corpus, arguments.split, settings, plan, checkpoint=checkpoint.name, progress=move

@@ -13,16 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from txl.commands.options import (
-    add_memory_options,
-    add_out,
-    check_output_file,
-    existing_run,
-    load_to_read,
-    shared,
-    standard_input,
-    tested_lengths,
-)
+from txl.commands import options
 from txl.commands.output import output, print_json, progress_bar, say
 from txl.commands.parser import Parser, flag, option
 from txl.config.values import from_plain, require
@@ -66,8 +57,8 @@ def add_parser(commands: Parser) -> None:
     option(parser, "--seed", "S", "seed of the first weights of --online (default: 1)", int)
     option(parser, "--lanes", "B", "code B parts of a block in parallel: faster, and a larger file", int)
     flag(parser, "--no-verify", "do not decode it at once in a second process")
-    shared(parser, "checkpoint", "data_dir", "json")
-    add_memory_options(parser)
+    options.shared(parser, "checkpoint", "data_dir", "json")
+    options.add_memory_options(parser)
     parser.exclude("online", "mem_len", "window", "clamp_len", "checkpoint", "data_dir", "dynamic")
     parser.need("seed", "online")
     for name in _OF_A_RULE:
@@ -83,7 +74,7 @@ def add_parser(commands: Parser) -> None:
     option(parser, "file", "FILE", "the compressed file, or - for standard input")
     _add_out(parser)
     option(parser, "--model", "DIR", "the run directory that it was compressed with")
-    shared(parser, "checkpoint", "data_dir", "json")
+    options.shared(parser, "checkpoint", "data_dir", "json")
     for name in ("checkpoint", "data_dir"):
         parser.need(name, "model")
     parser.set_defaults(run=run_decompress)
@@ -91,7 +82,7 @@ def add_parser(commands: Parser) -> None:
 
 def _add_out(parser: Parser) -> None:
     about = "where to write, or - for standard output; it appears when whole, with mode and time of FILE"
-    add_out(parser, "OUT", about, required=True)
+    options.add_out(parser, "OUT", about, required=True)
     flag(parser, "--force", "replace OUT if it exists")
 
 
@@ -146,7 +137,7 @@ def run_decompress(arguments: argparse.Namespace) -> None:
 def _check_ends(arguments: argparse.Namespace) -> None:
     """Refuse source and destination that cannot be used, before anything is imported."""
     path, out = (None if name == "-" else Path(name) for name in (arguments.file, arguments.out))
-    check_output_file(None if out is None else arguments.out, path)
+    options.check_output_file(None if out is None else arguments.out, path)
     if out is not None and not arguments.force and out.is_file():
         remedy = ("add ", Field("force"), " to replace it, or give another file")
         raise UserError("it exists", field="out", value=out, remedy=remedy)
@@ -163,7 +154,7 @@ def _check_ends(arguments: argparse.Namespace) -> None:
 def _opened(arguments: argparse.Namespace) -> Iterator[tuple[IO[bytes], IO[bytes], Callable[[int], None]]]:
     """Open source and destination; yield them and a function that shows progress in the source."""
     out = None if arguments.out == "-" else arguments.out
-    with nullcontext(standard_input()) if arguments.file == "-" else open(arguments.file, "rb") as source:
+    with nullcontext(options.standard_input()) if arguments.file == "-" else open(arguments.file, "rb") as source:
         status = None if arguments.file == "-" else os.fstat(source.fileno())
         like = status if status is not None and stat.S_ISREG(status.st_mode) else None
         bar = progress_bar(f"{arguments.command}ing", quiet=arguments.json or like is None)
@@ -176,14 +167,14 @@ def _load(arguments: argparse.Namespace) -> CodingModel:
     from txl.compression.compressor import CodingModel
     from txl.runs.corpus import open_run_corpus, training_tokens
 
-    directory = RunDirectory(existing_run(arguments.model))
-    model, vocabulary = load_to_read(directory, directory.checkpoint(arguments.checkpoint), "cpu")
+    directory = RunDirectory(options.existing_run(arguments.model))
+    model, vocabulary = options.load_to_read(directory, directory.checkpoint(arguments.checkpoint), "cpu")
 
     def training() -> Tokens:
         corpus = open_run_corpus(directory, vocabulary, data_dir=arguments.data_dir, quiet=True)
         return training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=True)
 
-    lengths = tested_lengths(arguments, directory.config()) if arguments.command == "compress" else None
+    lengths = options.tested_lengths(arguments, directory.config()) if arguments.command == "compress" else None
     return CodingModel(model.eval(), vocabulary, lengths, training)
 
 
@@ -207,10 +198,9 @@ def _dynamic(arguments: argparse.Namespace) -> DynamicRecipe | None:
         recipe["segment"] = measured[-1]["segment"]
         try:
             return from_plain(DynamicRecipe, recipe)
-        except UserError:
-            remedy = ("give ", Field("dynamic", "sgd"), " and ", Field("dynamic_learning_rate"))
-            damage = "the newest dynamic evaluation is damaged"
-            raise UserError(damage, value=run.path / "log.jsonl", remedy=remedy) from None
+        except UserError as error:
+            remedy = ("give ", Field("dynamic", "sgd"), " and a rate")
+            raise UserError(("damaged: ", error), value=run.path / "log.jsonl", remedy=remedy) from None
     if arguments.dynamic_learning_rate is None:
         expected = (Field("dynamic_learning_rate"), " with it; txl dynamic finds one")
         raise UserError("no rate", field="dynamic", value=arguments.dynamic, expected=expected)

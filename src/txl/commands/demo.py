@@ -7,17 +7,8 @@ import shlex
 import time
 from typing import TYPE_CHECKING
 
+from txl.commands import options
 from txl.commands.generate import record_sample
-from txl.commands.options import (
-    add_config_options,
-    add_out,
-    base_config,
-    config_options,
-    pick_device,
-    run_config,
-    shared,
-    writable_folder,
-)
 from txl.commands.output import say
 from txl.commands.parser import Parser, build_parser, option
 from txl.config import RunConfig, differences, leaf_fields, shown, validate, with_options
@@ -52,35 +43,33 @@ def add_parser(commands: Parser) -> None:
         example="txl demo",
         description="Train a small model on the Python standard library's own source files, measure it with and "
         "without memory, let it write, and make the report: about five minutes on two CPU cores, without a download. "
-        "By default, the number of steps is lowered to what fits into five minutes (at least 500, or 900 without heads "
-        "that copy), the learning rate is the one for this number of steps, matrix products are in bfloat16 if the "
-        "processor has instructions for it, and a run of at most 2,000 steps begins with heads that copy (model.init "
-        "induction). Options that you give are kept; with another --preset nothing is adjusted.",
+        "Steps, learning rate, arithmetic and first weights are adjusted to the machine, except for options that you "
+        "give; with another --preset nothing is adjusted.",
         add_help=False,
     )
-    add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")
+    options.add_out(parser, "DIR", "the run directory (default: runs/demo)", default="runs/demo")
     option(parser, "--preset", "NAME", "configuration", default=_PRESET)
     option(parser, "--test-tokens", "N", "tokens of the test split to read (default: all)", int)
-    shared(parser, "data_dir")
-    add_config_options(parser, ("data", "model", "train", "eval"))
+    options.shared(parser, "data_dir")
+    options.add_config_options(parser, ("data", "model", "train", "eval"))
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train (or resume), measure with and without memory, write samples and the report, and print the summary."""
-    began, limit, given = time.monotonic(), arguments.test_tokens, config_options(arguments)
-    directory, preset, data_dir = RunDirectory(arguments.out), base_config(arguments.preset), arguments.data_dir
+    began, limit, given = time.monotonic(), arguments.test_tokens, options.config_options(arguments)
+    directory, preset, data_dir = RunDirectory(arguments.out), options.base_config(arguments.preset), arguments.data_dir
     is_begun, is_adjusted = directory.config_path.exists(), arguments.preset == _PRESET
-    config = run_config(directory.config() if is_begun and is_adjusted else preset, given)
+    config = options.run_config(directory.config() if is_begun and is_adjusted else preset, given)
     lanes = 2 * config.eval.batch_size
     require(limit is None or limit >= lanes, "test_tokens", limit, f"{lanes} (two for each lane) or more")
-    writable_folder(arguments.out)
+    options.writable_folder(arguments.out)
     from txl.data.corpora import open_corpus
     from txl.reporting.report import default_checkpoint, summary_lines, write_report
     from txl.training.starting import check_out
     from txl.training.trainer import Trainer
 
-    device = pick_device(None)
+    device = options.pick_device(None)
     if is_adjusted and not is_begun:
         config = suited(config, given, device)
     check_out(directory.path, config)
@@ -111,16 +100,11 @@ def run(arguments: argparse.Namespace) -> None:
         print(line)
 
 
-def suited(config: RunConfig, options: dict[str, str], device: str) -> RunConfig:
+def suited(config: RunConfig, given: dict[str, str], device: str) -> RunConfig:
     """Return a copy for this machine: its arithmetic, steps that fit into the demo's time, and what follows from them.
 
-    The steps are found by the time of a few steps on random tokens, so they stay if the vocabulary's size depends on
-    the text.
-
-    Args:
-        config: configuration with the user's options.
-        options: options of the user by dotted name, which stay.
-        device: device that trains.
+    What the user's options `given` set stays. The steps are found by the time of a few steps on random tokens, so they
+    stay, too, if the vocabulary's size depends on the text.
     """
     from txl.data.corpora import known_vocabulary_size
     from txl.minutes import timing
@@ -128,21 +112,21 @@ def suited(config: RunConfig, options: dict[str, str], device: str) -> RunConfig
     from txl.runs.environment import multiplies_bfloat16
     from txl.training.compilation import can_capture
 
-    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | options)
-    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | options)
+    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | given)
+    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | given)
     data, most = config.data, config.train.steps
     vocab_size = data.vocab_size if data.unit == "bpe" else known_vocabulary_size(data)
-    if "train.steps" not in options and vocab_size is not None:
+    if "train.steps" not in given and vocab_size is not None:
         _, step = timing.training_workload(config, vocab_size, device, must_compile=False)
         seconds = timing.timed(step, 3, device)
-        short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), options)
+        short = with_copying(with_options(config, {"train.steps": str(_LEAST_COPYING)}), given)
         least = _LEAST_COPYING if short.model.first_weights == "induction" else _LEAST
         config.train.steps = steps = steps_within(_SECONDS, seconds, least, most)
         if steps < most:
             minutes = (_FIXED + (steps + _BESIDE) * seconds) / 60
             say(f"{steps:,} training steps instead of {most:,}: the demo takes about {minutes:.0f} minutes here")
-    config = with_copying(config, options)
-    if "train.learning_rate" not in options:
+    config = with_copying(config, given)
+    if "train.learning_rate" not in given:
         config.train.learning_rate = rate_of(config.train.steps)
     return config
 
@@ -161,12 +145,12 @@ def _write_samples(directory: RunDirectory, model: LanguageModel, corpus: Corpus
     test, checkpoint, context, text = corpus.tokens("test"), directory.checkpoint(), "", ""
     # At temperature 0.8 more than half of such a small model's samples end in repetition.
     sampling = Sampling(top_k=None, top_p=0.95, temperature=0.9)
-    options = GenerationOptions(300, sampling=sampling, seed=1, **directory.config().eval.lengths.options())
+    settings = GenerationOptions(300, sampling=sampling, seed=1, **directory.config().eval.lengths.options())
     for number in range(1, _SAMPLES + 1):
         begin = len(test) * number // (_SAMPLES + 1)
         context = whole_lines(corpus.vocabulary.decode(test[begin : begin + _CONTEXT]))
-        text = "".join(generate_with(model, corpus.vocabulary, context, options))
-        record_sample(directory, checkpoint, context, text, options)
+        text = "".join(generate_with(model, corpus.vocabulary, context, settings))
+        record_sample(directory, checkpoint, context, text, settings)
     return context, text
 
 

@@ -6,29 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from txl.commands.measuring import (
-    adaptation_of,
-    add_cache_options,
-    add_dynamic_options,
-    evaluation_settings,
-    load_to_adapt,
-    measured_on,
-    print_rows,
-    refuse_not_a_number,
-    statistics_of,
-    with_cache,
-    with_preset,
-)
-from txl.commands.options import (
-    add_memory_options,
-    add_run_options,
-    numbers,
-    pick_device,
-    positive,
-    run_corpus,
-    run_to_read,
-    shared,
-)
+from txl.commands import measuring, options
 from txl.commands.output import print_json, progress_bar, record, say
 from txl.commands.parser import Parser, flag, option
 from txl.errors import Field, UserError
@@ -45,17 +23,17 @@ def add_parser(commands: Parser) -> None:
         description="Measure a trained model on a text: perplexity, bits per character and bits per byte. The result "
         "is added to the run's log.",
     )
-    shared(parser, "directory")
+    options.shared(parser, "directory")
     option(parser, "--split", "NAME", "train, valid, test; all: the whole of a text of your own", default="test")
-    option(parser, "--mem-lens", "M,M,...", "measure at several memory lengths", numbers)
-    shared(parser, "segment", "batch", "max_tokens", "temperature", "dtype")
+    option(parser, "--mem-lens", "M,M,...", "measure at several memory lengths", options.numbers)
+    options.shared(parser, "segment", "batch", "max_tokens", "temperature", "dtype")
     flag(parser, "--exhaustive", "score also the first token of each lane, and those left over at the end")
-    option(parser, "--sliding", "L", "predict each token from the L tokens before it alone; slow", positive)
-    add_memory_options(parser)
-    add_cache_options(parser)
-    add_dynamic_options(parser)
-    shared(parser, "checkpoint")
-    add_run_options(parser)
+    option(parser, "--sliding", "L", "predict each token from the L tokens before it alone; slow", options.positive)
+    options.add_memory_options(parser)
+    measuring.add_cache_options(parser)
+    measuring.add_dynamic_options(parser)
+    options.shared(parser, "checkpoint")
+    options.add_run_options(parser)
     parser.exclude("mem_lens", "mem_len")
     parser.exclude("sliding", "mem_len", "mem_lens", "window", "segment")
     parser.set_defaults(run=run)
@@ -66,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.mem_lens is not None and arguments.window not in (None, "none"):
         expected = ("none with ", Field("mem_lens"), "; without it each memory length is its own window")
         raise UserError(field="window", value=arguments.window, expected=expected)
-    directory, config, checkpoint = run_to_read(arguments)
+    directory, config, checkpoint = options.run_to_read(arguments)
     from txl.data.corpora import is_named
     from txl.data.pieces import WHOLE
     from txl.evaluation.dynamic import adapt_with
@@ -76,20 +54,20 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.reporting.wording import measured_part
     from txl.runs.corpus import is_trained_on, trained_unknown
 
-    arguments = with_preset(arguments)
+    arguments = measuring.with_preset(arguments)
     if arguments.dynamic is None:
-        adaptation, settings = None, evaluation_settings(arguments, config, config.eval.batch_size)
-        model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
+        adaptation, settings = None, measuring.evaluation_settings(arguments, config, config.eval.batch_size)
+        model, vocabulary = directory.load(checkpoint, device=options.pick_device(arguments.device))
     else:
-        adaptation = adaptation_of(arguments, arguments.dynamic_learning_rate)
+        adaptation = measuring.adaptation_of(arguments, arguments.dynamic_learning_rate)
         # With several lanes, which adapt the weights together, dynamic evaluation is a different algorithm.
-        settings = evaluation_settings(arguments, config, batch_size=1)
-        model, vocabulary = load_to_adapt(directory, config, checkpoint, arguments)
-    model, split, sweeps = with_cache(model, arguments), arguments.split, arguments.mem_lens is not None
-    corpus = run_corpus(directory, vocabulary, arguments, whole=split == WHOLE)
+        settings = measuring.evaluation_settings(arguments, config, batch_size=1)
+        model, vocabulary = measuring.load_to_adapt(directory, config, checkpoint, arguments)
+    model, split, sweeps = measuring.with_cache(model, arguments), arguments.split, arguments.mem_lens is not None
+    corpus = options.run_corpus(directory, vocabulary, arguments, whole=split == WHOLE)
     tokens, statistics = corpus.tokens(split), None
     if adaptation is not None:
-        statistics = statistics_of(model, vocabulary, directory, corpus, adaptation, settings, arguments)
+        statistics = measuring.statistics_of(model, vocabulary, directory, corpus, adaptation, settings, arguments)
     results: list[EvaluationResult] = []
     stopped: BaseException | None = None
     try:
@@ -110,13 +88,13 @@ def run(arguments: argparse.Namespace) -> None:
             raise
         stopped = stop  # the memory lengths that were measured are kept
     rate = None if adaptation is None else "dynamic_learning_rate"
-    refuse_not_a_number([result.nll for result in results], checkpoint, rate)
+    measuring.refuse_not_a_number([result.nll for result in results], checkpoint, rate)
     part, hint = measured_part(corpus, split, results[0].tokens + results[0].dropped + 1), None
     if is_trained_on(directory, corpus):
         part += ", its training text included" if split == WHOLE else ""
     elif split != WHOLE and not is_named(corpus.name):
         hint = f"--split {WHOLE} measures everything"
-    described: Measured = {**measured_on(corpus, split, checkpoint), "measured": part}
+    described: Measured = {**measuring.measured_on(corpus, split, checkpoint), "measured": part}
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     if sweeps:
         record(directory, EventName.SWEEP, checkpoint, **described, rows=rows)
@@ -128,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
             say(f"note: {measured}")
         print_json({**described, "rows": rows} if sweeps else rows[0])
     else:
-        print_rows(rows)
+        measuring.print_rows(rows)
         for note in corpus.notes(split, trained_unknown(directory), directory.vocabulary()):
             say(f"note: {note}")
         if split == WHOLE or hint is not None:

@@ -102,10 +102,7 @@ def adaptation_of(arguments: argparse.Namespace, learning_rate: float) -> Adapta
 def load_to_adapt(
     directory: RunDirectory, config: RunConfig, checkpoint: Path, arguments: argparse.Namespace
 ) -> tuple[FamilyModel, Vocabulary | None]:
-    """Load a model for dynamic evaluation.
-
-    Dynamic evaluation needs gradients: if the model's attention backend cannot train on this device, another is used.
-    """
+    """Load a model with an attention backend that can train on this device, as dynamic evaluation needs gradients."""
     import torch
 
     from txl.attention import AttentionRefused
@@ -177,13 +174,7 @@ def with_cache(model: FamilyModel, arguments: argparse.Namespace) -> FamilyModel
 
 
 def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_size: int) -> Settings:
-    """Return the settings of an evaluation: the given options, else the run's test settings.
-
-    Args:
-        arguments: parsed arguments of the command.
-        config: configuration of the run.
-        batch_size: number of lanes if --batch is not given.
-    """
+    """Return the settings of an evaluation: the given options, else the run's test settings and `batch_size` lanes."""
     from txl.evaluation.stream import Settings
 
     return Settings(
@@ -199,13 +190,9 @@ def evaluation_settings(arguments: argparse.Namespace, config: RunConfig, batch_
 
 def measured_on(corpus: Corpus, split: str, checkpoint: Path) -> Measured:
     """Return the log's description of the text that a checkpoint was measured on."""
-    return {
-        "split": split,
-        "corpus": corpus.name,
-        "unit": corpus.unit,
-        "sha256_text": corpus.info()["splits"][split]["sha256_text"],
-        "checkpoint": checkpoint.name,
-    }
+    digest, unit = corpus.info()["splits"][split]["sha256_text"], corpus.unit
+    name = checkpoint.name
+    return {"split": split, "corpus": corpus.name, "unit": unit, "sha256_text": digest, "checkpoint": name}
 
 
 def refuse_not_a_number(losses: list[float], checkpoint: Path, rate: str | None = None) -> None:

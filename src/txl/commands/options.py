@@ -188,16 +188,9 @@ def add_config_options(
     """Add the fields of the configuration's sections as options: ``--model.mem-len`` for ``config.model.mem_len``.
 
     Fields of the text also have a short form, ``--word-rule`` for ``data.word_rule``, unless the command itself has an
-    option or an argument of this name.
-
-    Args:
-        parser: parser that gets the options, in one group for each section and each class of models.
-        sections: sections to add: model, data, train, eval.
-        help_of: family of models whose options the help shows. Empty: the family of the preset, if one precedes
-            --help, else all families.
-        short: other fields with a short form, ``--mem-len`` for ``model.mem_len``; these fields come first.
-        first: group for the fields in `short`, instead of the group of their section.
-        fields: the fields that get an option; empty: all of the sections.
+    option or an argument of this name; fields in `short` have one too and come first, in the group `first`. The help
+    shows the options of the family `help_of`, else of the preset's, if one precedes --help, else of all families.
+    `fields` names the fields that get an option; empty: all of the sections.
     """
     groups: dict[str, Options] = {}
     known = {name: number for number, name in enumerate((*short, *_TITLES))}
@@ -313,10 +306,7 @@ def convention(name: str, vocabulary: Vocabulary | None) -> Convention | None:
 
 
 def tested_lengths(arguments: argparse.Namespace, run: RunConfig) -> Lengths:
-    """Return memory length, window and clamp of an evaluation: the given options, else the run's test settings.
-
-    ``--mem-len M`` without ``--window`` means window M (`Lengths.tested`); without memory each segment is read alone.
-    """
+    """Return memory length, window and clamp of an evaluation: the given options, else the run's test settings."""
     return run.eval.lengths.tested(arguments.mem_len, arguments.window, arguments.clamp_len)
 
 

@@ -73,10 +73,7 @@ def flag(place: Options, name: str, help: str) -> None:
 class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, and accepts no abbreviated options.
 
-    Args:
-        example: command line that the help shows first, for the reader to copy.
-        summary: what the command does, in a few words, for the list of commands.
-        settings: arguments of argparse's parser.
+    Its help begins with `example`; `summary` says what the command does in the list of commands.
     """
 
     def __init__(self, *, example: str = "", summary: str = "", **settings: Any):
@@ -140,11 +137,7 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse the arguments; an option may have underscores for dashes.
-
-        Raises:
-            UserError: for a mistake; for an unknown command or option, the message says which may have been meant.
-        """
+        """Parse the arguments, in which options may have underscores for dashes; raise a `UserError` for a mistake."""
         self._check_command(args)
         namespace = argparse.Namespace() if namespace is None else namespace
         end = args.index("--") if "--" in args else len(args)

@@ -6,19 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_out,
-    add_run_options,
-    config_options,
-    existing_run,
-    fractions,
-    limit,
-    pick_device,
-    positive,
-    run_corpus,
-    shared,
-    writable_folder,
-)
+from txl.commands import options
 from txl.commands.output import print_json, print_table, progress_bar, say
 from txl.commands.parser import Parser, option
 from txl.config import TransformerXLConfig
@@ -41,18 +29,18 @@ def add_parser(commands: Parser) -> None:
     )
     parser.add_argument("directories", metavar="DIR", nargs="+", help="run directories with the same vocabulary")
     option(parser, "--split", "NAME", "train, valid or test", default="test")
-    option(parser, "--step", "N", "tokens between context lengths", positive, 64)
-    option(parser, "--longest", "N", "longest context, in tokens", positive, 512)
-    option(parser, "--targets", "N", "least number of tokens to predict, spread over the split", positive, 1000)
-    option(parser, "--r", "R,R,...", "shares of the targets, the hardest first", fractions, "0.1,0.5,1.0")
+    option(parser, "--step", "N", "tokens between context lengths", options.positive, 64)
+    option(parser, "--longest", "N", "longest context, in tokens", options.positive, 512)
+    option(parser, "--targets", "N", "least number of tokens to predict, spread over the split", options.positive, 1000)
+    option(parser, "--r", "R,R,...", "shares of the targets, the hardest first", options.fractions, "0.1,0.5,1.0")
     option(parser, "--threshold", "G", "least relative gain that counts", float, 0.01)
-    option(parser, "--clamp-len", "C", "distances above C count as C, or none (default: the run's)", limit)
+    option(parser, "--clamp-len", "C", "distances above C count as C, or none (default: the run's)", options.limit)
     window = "keys that a Transformer-XL's token sees, itself included; none: all of the context"
-    option(parser, "--window", "W", window, limit, "none")
-    option(parser, "--batch", "B", "contexts read in parallel", positive, 16)
-    shared(parser, "dtype")
-    add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
-    add_run_options(parser, "text (default: the runs' own)")
+    option(parser, "--window", "W", window, options.limit, "none")
+    option(parser, "--batch", "B", "contexts read in parallel", options.positive, 16)
+    options.shared(parser, "dtype")
+    options.add_out(parser, "DIR", "write a page there: recl.html, its figures, recl.json")
+    options.add_run_options(parser, "text (default: the runs' own)")
     parser.set_defaults(run=run)
 
 
@@ -61,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     Scoring large models takes hours, so all checks are made before scoring begins.
     """
-    paths = [existing_run(directory) for directory in arguments.directories]
+    paths = [options.existing_run(directory) for directory in arguments.directories]
     short = [path.resolve().name for path in paths]
     names = [name if short.count(name) == 1 else str(path) for name, path in zip(short, paths, strict=True)]
     if len({path.resolve() for path in paths}) < len(paths):
@@ -70,7 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     if longest < 2 * step or longest % step:
         expected = ("two context lengths or more, multiples of ", Field("step", step))
         raise UserError(field="longest", value=longest, expected=expected)
-    folder = None if arguments.out is None else writable_folder(arguments.out)
+    folder = None if arguments.out is None else options.writable_folder(arguments.out)
     from txl.evaluation.effective_context import check_fractions, group_record, spread_targets
     from txl.evaluation.sliding import losses_at_contexts
     from txl.reporting.recl_page import write_recl
@@ -82,9 +70,9 @@ def run(arguments: argparse.Namespace) -> None:
             raise UserError((Field("r"), f" has {r} twice"), expected="different fractions, each a column of the table")
     directories = [RunDirectory(path) for path in paths]
     vocabulary = shared_vocabulary(directories)
-    if "data.corpus" not in config_options(arguments):
+    if "data.corpus" not in options.config_options(arguments):
         refuse_different_corpora(directories)
-    corpus = run_corpus(directories[0], vocabulary, arguments)
+    corpus = options.run_corpus(directories[0], vocabulary, arguments)
     tokens = corpus.tokens(arguments.split)
     if len(tokens) - longest < arguments.targets:
         problem = f"behind {longest} tokens they do not fit into the {len(tokens):,} of the {arguments.split} split"
@@ -135,7 +123,7 @@ def _loaded(
         raise UserError(field="window", value=window, expected="1 key or more, or none")
     if window != "none" and not any(have_window):
         raise UserError(field="window", value=window, but="no model here is a Transformer-XL")
-    device = pick_device(arguments.device)
+    device = options.pick_device(arguments.device)
     # All models are loaded before the first is scored, so that a damaged one is found now and not after hours.
     models = [directory.load(device=device)[0] for directory in directories]
     described: list[JsonObject] = []

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from txl.commands.options import (
-    add_detokenise,
-    add_memory_options,
-    add_out,
-    add_run_options,
-    add_sampling_options,
-    convention,
-    load_to_read,
-    pick_device,
-    positive,
-    run_corpus,
-    run_to_read,
-    sampling_of,
-    shared,
-    tested_lengths,
-    writable_folder,
-)
+from txl.commands import options
 from txl.commands.output import print_json, print_table, progress_by_part
 from txl.commands.parser import Parser, flag, option
 from txl.config.values import require
@@ -36,67 +20,53 @@ def add_parser(commands: Parser) -> None:
         description="Let a model continue passages of the test split, and show its texts beside what follows there, "
         "with measures of both (Appendix E).",
     )
-    shared(parser, "directory")
-    add_out(parser, "DIR", "where samples.html, .md and .json go (default: DIR/samples)")
+    options.shared(parser, "directory")
+    options.add_out(parser, "DIR", "where samples.html, .md and .json go (default: DIR/samples)")
     option(parser, "--split", "NAME", "train, valid or test", default="test")
-    option(parser, "--count", "N", "passages", positive, 3)
-    option(parser, "--context", "N", "tokens of a passage", positive, 512)
-    option(parser, "--max-tokens", "N", "tokens to generate for each; 500 as in the paper", positive, 500)
+    option(parser, "--count", "N", "passages", options.positive, 3)
+    option(parser, "--context", "N", "tokens of a passage", options.positive, 512)
+    option(parser, "--max-tokens", "N", "tokens to generate for each; 500 as in the paper", options.positive, 500)
     option(parser, "--seed", "S", "chooses passages and texts", int, 0)
-    add_sampling_options(parser)
-    add_detokenise(parser, default="auto")
+    options.add_sampling_options(parser)
+    options.add_detokenise(parser, default="auto")
     flag(parser, "--no-compile", "generate by PyTorch alone, without compiled code")
-    shared(parser, "checkpoint")
-    add_memory_options(parser)
-    add_run_options(parser)
+    options.shared(parser, "checkpoint")
+    options.add_memory_options(parser)
+    options.add_run_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Generate samples, measure them, write the three files, and print the measures."""
     require(arguments.seed >= 0, "seed", arguments.seed, "0 or more")
-    sampling = sampling_of(arguments)
-    directory, config, checkpoint = run_to_read(arguments)
-    lengths = tested_lengths(arguments, config)
+    sampling = options.sampling_of(arguments)
+    directory, config, checkpoint = options.run_to_read(arguments)
+    lengths = options.tested_lengths(arguments, config)
     from txl.analysis.samples import Plan, make_samples
     from txl.native.build import compiled_code
     from txl.reporting.samples_page import HEADINGS, About, settings_text, summary_rows, write_samples
     from txl.runs.corpus import training_tokens
 
-    model, vocabulary = load_to_read(directory, checkpoint, pick_device(arguments.device))
-    tokenised_as = convention(arguments.detokenise, vocabulary)
-    corpus = run_corpus(directory, vocabulary, arguments)
+    model, vocabulary = options.load_to_read(directory, checkpoint, options.pick_device(arguments.device))
+    tokenised_as = options.convention(arguments.detokenise, vocabulary)
+    corpus = options.run_corpus(directory, vocabulary, arguments)
     tokens = corpus.tokens(arguments.split)
     try:
         training = training_tokens(directory, vocabulary, corpus, data_dir=arguments.data_dir, quiet=arguments.json)
     except UserError as error:
         raise UserError(f"copies are looked for in the text that the run was trained on: {error}") from None
-    out = writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
+    out = options.writable_folder(directory.path / "samples" if arguments.out is None else arguments.out)
     plan = Plan(lengths, arguments.count, arguments.context, arguments.max_tokens, arguments.seed, sampling)
-    with progress_by_part(quiet=arguments.json) as progress, compiled_code(not arguments.no_compile):
+    compiles, unit = not arguments.no_compile, corpus.unit
+    with progress_by_part(quiet=arguments.json) as progress, compiled_code(compiles):
         samples = make_samples(
-            model,
-            vocabulary,
-            tokens,
-            training,
-            plan,
-            convention=tokenised_as,
-            compile=not arguments.no_compile,
-            progress=progress,
+            model, vocabulary, tokens, training, plan, convention=tokenised_as, compile=compiles, progress=progress
         )
-    about = About(
-        str(arguments.directory),
-        checkpoint.name,
-        corpus.name,
-        arguments.split,
-        corpus.unit,
-        tokenised_as,
-        settings_text(plan),
-        len(training),
-    )
+    where = (str(arguments.directory), checkpoint.name, corpus.name, arguments.split)
+    about = About(*where, unit, tokenised_as, settings_text(plan), len(training))
     record, paths = write_samples(samples, about, plan, out)
     if arguments.json:
         print_json(record | {"files": [str(path) for path in paths]})
         return
-    print_table("measures of all samples", HEADINGS, summary_rows(samples, about.unit), text=HEADINGS[:1])
+    print_table("measures of all samples", HEADINGS, summary_rows(samples, unit), text=HEADINGS[:1])
     print(*paths, sep="\n")

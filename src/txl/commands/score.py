@@ -6,20 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from txl.commands import options
 from txl.commands.measuring import add_cache_options, with_cache
-from txl.commands.options import (
-    add_memory_options,
-    add_out,
-    check_output_file,
-    load_to_read,
-    note_lacking,
-    pick_device,
-    positive,
-    run_to_read,
-    shared,
-    standard_input,
-    tested_lengths,
-)
 from txl.commands.output import output, progress_bar, say
 from txl.commands.parser import Parser, choice, option
 from txl.data.compressed import COMPRESSED, open_file
@@ -39,20 +27,20 @@ def add_parser(commands: Parser) -> None:
         example="txl score runs/mine article.txt --out surprisal.tsv",
         description="Write the surprisal of every token of a text, in bits, as a table with one row a token.",
     )
-    shared(parser, "directory")
+    options.shared(parser, "directory")
     option(parser, "file", "FILE", "the text (also .gz, .bz2, .xz, .zst), or - for standard input")
-    add_out(parser, "FILE", "where to write the table (default: standard output)")
+    options.add_out(parser, "FILE", "where to write the table (default: standard output)")
     choice(parser, "--format", ("tsv", "jsonl"), "tabs or JSON lines", "tsv")
     option(parser, "--prompt", "TEXT", "text to read first, without scoring it")
-    shared(parser, "segment", "temperature")
-    option(parser, "--sliding", "L", "predict each token from the L tokens before it alone; slow", positive)
+    options.shared(parser, "segment", "temperature")
+    option(parser, "--sliding", "L", "predict each token from the L tokens before it alone; slow", options.positive)
     parser.add_argument(
         "--normalise",
         action=argparse.BooleanOptionalAction,
         help="leave out a byte order mark, and read \\r\\n as \\n (default: as the training text was read)",
     )
-    shared(parser, "dtype", "checkpoint", "device")
-    add_memory_options(parser)
+    options.shared(parser, "dtype", "checkpoint", "device")
+    options.add_memory_options(parser)
     add_cache_options(parser)
     parser.exclude("sliding", "mem_len", "window", "segment")
     parser.set_defaults(run=run)
@@ -60,21 +48,21 @@ def add_parser(commands: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Score the text and write the table."""
-    run_directory, config, checkpoint = run_to_read(arguments)
+    run_directory, config, checkpoint = options.run_to_read(arguments)
     path = None if arguments.file == "-" else Path(arguments.file)
-    source = standard_input() if path is None else path
+    source = options.standard_input() if path is None else path
     if path is not None and path.is_fifo():  # can be read only once
         source, path = open_file(path), None
     elif path is not None:
         refuse_formats([path])  # before the model is loaded
-    check_output_file(arguments.out, path)
+    options.check_output_file(arguments.out, path)
     from txl.data.lacking import Lacking, unknown_note
     from txl.evaluation.surprisal import COLUMNS, TextTotals, json_line, line_end_note, surprisals, tsv_line
     from txl.runs.corpus import trained_unknown
 
-    model, vocabulary = load_to_read(run_directory, checkpoint, pick_device(arguments.device))
+    model, vocabulary = options.load_to_read(run_directory, checkpoint, options.pick_device(arguments.device))
     prompt = arguments.prompt or ""
-    note_lacking(vocabulary, prompt)
+    options.note_lacking(vocabulary, prompt)
     normalise = vocabulary.normalise if arguments.normalise is None else arguments.normalise
     if normalise and vocabulary.kind == "byte":
         raise UserError("this model reads bytes, which are never changed", field="normalise", remedy="leave it out")
@@ -83,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         vocabulary,
         source,
         segment=arguments.segment or config.eval.segment,
-        **tested_lengths(arguments, config).options(),
+        **options.tested_lengths(arguments, config).options(),
         sliding=arguments.sliding,
         prompt=prompt,
         temperature=config.eval.temperature if arguments.temperature is None else arguments.temperature,

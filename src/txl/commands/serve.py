@@ -14,17 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-from txl.commands.options import (
-    DTYPES,
-    add_memory_options,
-    load_to_read,
-    not_empty,
-    pick_device,
-    positive,
-    run_to_read,
-    shared,
-    tested_lengths,
-)
+from txl.commands import options
 from txl.commands.output import say
 from txl.commands.parser import Parser, choice, option, typed
 from txl.errors import UserError
@@ -89,34 +79,34 @@ def add_parser(commands: Parser) -> None:
         description="Serve a model over HTTP: a page to try it in a browser, and an interface for programs that is "
         "like OpenAI's. Ctrl-C stops it.",
     )
-    shared(parser, "directory")
+    options.shared(parser, "directory")
     option(parser, "--host", "NAME", "address to listen at", default="127.0.0.1")
     option(parser, "--port", "N", "port; 0: any free one", _port, 8000)
     option(parser, "--name", "NAME", "the model's name for clients (default: the directory's)", _name)
-    choice(parser, "--dtype", DTYPES, "precision of weights and memory (default: the run's)")
-    shared(parser, "checkpoint", "device")
+    choice(parser, "--dtype", options.DTYPES, "precision of weights and memory (default: the run's)")
+    options.shared(parser, "checkpoint", "device")
     access = parser.add_argument_group("who may use it")
     option(access, "--api-key", "KEY", f"key that clients have to send (default: ${KEY_VARIABLE}, or none)")
     hosts, origins = "another name of this server; may be repeated", "another site whose pages may use it; repeatable"
     access.add_argument("--allow-host", type=_host, action="append", default=[], metavar="NAME", help=hosts)
     access.add_argument("--allow-origin", type=_origin, action="append", default=[], metavar="ORIGIN", help=origins)
     limits = parser.add_argument_group("limits")
-    option(limits, "--max-streams", "N", "texts generated at once (default: 8)", positive)
+    option(limits, "--max-streams", "N", "texts generated at once (default: 8)", options.positive)
     for name, text in _LIMITS.items():
-        option(limits, f"--{name.replace('_', '-')}", "N", text, positive)
+        option(limits, f"--{name.replace('_', '-')}", "N", text, options.positive)
     idle = option(limits, "--idle", "SECONDS", "time after which an unused stream is deleted (default: 3600)", _seconds)
     idle.dest = "idle_seconds"
     streams = "save streams there, every 10 seconds and at the end, and open them again"
-    option(limits, "--streams", "DIR", streams, not_empty)
-    add_memory_options(parser)
+    option(limits, "--streams", "DIR", streams, options.not_empty)
+    options.add_memory_options(parser)
     parser.set_defaults(run=run, smaller="--max-streams or --mem-len")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Serve until a signal stops the server."""
     began, key = time.perf_counter(), _key(arguments.api_key)
-    run_directory, config, checkpoint = run_to_read(arguments)
-    lengths = tested_lengths(arguments, config).options()
+    run_directory, config, checkpoint = options.run_to_read(arguments)
+    lengths = options.tested_lengths(arguments, config).options()
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(f"txl serve needs {', '.join(missing)}", remedy="pip install 'transformer-xl[serve]'")
@@ -134,7 +124,7 @@ def run(arguments: argparse.Namespace) -> None:
         # OpenMP puts them to sleep between any two products, and a step of a small model takes 1.5 times as long.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        model, vocabulary = load_to_read(run_directory, checkpoint, pick_device(arguments.device))
+        model, vocabulary = options.load_to_read(run_directory, checkpoint, options.pick_device(arguments.device))
         served = Served(
             model,
             vocabulary,

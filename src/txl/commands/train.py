@@ -7,17 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from txl.commands.options import (
-    add_config_options,
-    add_out,
-    base_config,
-    check_corpus,
-    config_options,
-    existing_run,
-    pick_device,
-    run_config,
-    shared,
-)
+from txl.commands import options
 from txl.commands.output import print_json, say
 from txl.commands.parser import Parser, flag, option
 from txl.config import RunConfig, TransformerXLConfig, chosen_family, leaf_fields, planned_name, shown, with_options
@@ -52,7 +42,7 @@ def add_parser(commands: Parser) -> None:
     )
     parser.add_argument("preset", nargs="?", metavar="PRESET", help=about)
     first = parser.add_argument_group("what matters most")
-    add_out(first, "DIR", "the run directory; needed unless --dry-run")
+    options.add_out(first, "DIR", "the run directory; needed unless --dry-run")
     minutes = "instead of a preset: choose a model that this machine can train on --corpus in N minutes"
     option(first, "--minutes", "N", minutes, float)
     place = parser.add_argument_group("this run")
@@ -62,8 +52,8 @@ def add_parser(commands: Parser) -> None:
     flag(place, "--fork", "if --out DIR holds another run, start a new run in DIR-fork-N from its weights")
     flag(place, "--dry-run", "only show the configuration and what it costs")
     flag(place, "--quiet", "show no progress")
-    shared(place, "data_dir", "device", "json")
-    add_config_options(parser, ("data", "model", "train", "eval"), short=_SHORT, first=first)
+    options.shared(place, "data_dir", "device", "json")
+    options.add_config_options(parser, ("data", "model", "train", "eval"), short=_SHORT, first=first)
     parser.exclude("fork", "extend", "init_from")
     parser.exclude("minutes", *_CHOSEN)
     parser.need("minutes", "data.corpus")
@@ -73,7 +63,9 @@ def add_parser(commands: Parser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Train a model; with --dry-run, only print the configuration and its costs."""
     began, quiet = time.perf_counter(), arguments.quiet or arguments.json
-    config = run_config(_base(arguments, began), config_options(arguments))
+    if arguments.out is None and not arguments.dry_run:
+        raise UserError("missing", field="out", remedy="name the directory that the run is written to")
+    config = options.run_config(_base(arguments, began), options.config_options(arguments))
     from txl.training.starting import check_out, has_checkpoint
 
     out = None if arguments.out is None else RunDirectory(arguments.out)
@@ -81,17 +73,16 @@ def run(arguments: argparse.Namespace) -> None:
         problem = f"{out.path} holds no run to take the weights of"
         raise UserError(problem, field="fork", remedy="leave it out to start one")
     if arguments.init_from is not None and (out is None or not has_checkpoint(out)):
-        RunDirectory(existing_run(arguments.init_from, "init_from")).config()
+        RunDirectory(options.existing_run(arguments.init_from, "init_from")).config()
     if arguments.dry_run:
         _dry_run(config, arguments)
         return
-    if out is None:
-        raise _no_out()
+    assert out is not None
     if os.environ.get("RANK", "0") == "0" and not arguments.fork:
         check_out(out.path, config, arguments.extend)
     from txl.training.trainer import Trainer, fork_of
 
-    device, path, init_from = pick_device(arguments.device), out.path, arguments.init_from
+    device, path, init_from = options.pick_device(arguments.device), out.path, arguments.init_from
     if arguments.fork:
         path, init_from = fork_of(config, path, device, arguments.data_dir)
         if init_from is not None:
@@ -106,16 +97,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
-    """Return the configuration of the preset, of the run in --out or of --init-from, or one chosen for --minutes.
-
-    Args:
-        arguments: parsed arguments of the command.
-        began: start of the command, in seconds of `time.perf_counter`.
-    """
+    """Return the configuration of the preset, of the run in --out or of --init-from, or one chosen for --minutes."""
     from txl.data.corpora import with_absolute_paths
     from txl.training.starting import has_checkpoint, imported
 
-    minutes, preset, changes = arguments.minutes, arguments.preset, config_options(arguments)
+    minutes, preset, changes = arguments.minutes, arguments.preset, options.config_options(arguments)
     out = None if arguments.out is None else RunDirectory(arguments.out)
     if minutes is not None:
         expected = f"a number above 0, at most {_MOST_MINUTES:,} (a year)"
@@ -126,9 +112,9 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
             supported = ("only transformer-xl is chosen by ", Field("minutes"))
             raise UserError(supported, field=name, value=changes[name], remedy="choose a preset")
     elif preset is not None:
-        return base_config(preset)
+        return options.base_config(preset)
     elif arguments.init_from is not None and (out is None or not has_checkpoint(out)):
-        return base_config(str(existing_run(arguments.init_from, "init_from")))
+        return options.base_config(str(options.existing_run(arguments.init_from, "init_from")))
     if out is not None and out.config_path.exists():
         stored = out.config()
         if minutes is None and not arguments.fork and out.log().is_import:
@@ -157,29 +143,23 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     if process_count() > 1:
         remedy = "start the run without torchrun, then go on with it in several"
         raise UserError("measures one process", field="minutes", remedy=remedy)
-    changes, quiet = config_options(arguments), arguments.quiet or arguments.json
+    changes, quiet = options.config_options(arguments), arguments.quiet or arguments.json
     corpus = changes["data.corpus"]
     if corpus in BENCHMARKS:
         problem = "it has presets of its own (txl presets)"
         raise UserError(problem, field="data.corpus", value=corpus, expected="a text of your own, or stdlib")
-    check_corpus(corpus)
+    options.check_corpus(corpus)
     if not arguments.dry_run:  # before the text is prepared and the machine measured
-        if arguments.out is None:
-            raise _no_out()
         from txl.training.starting import check_out
 
         check_out(Path(arguments.out))
     from txl.minutes.measured import run_in_minutes
 
-    device = pick_device(arguments.device)
+    device = options.pick_device(arguments.device)
     chosen = run_in_minutes(arguments.minutes, changes, device, arguments.data_dir, began=began, quiet=quiet)
     for line in () if quiet else chosen.lines:
         say(line)
     return chosen.run
-
-
-def _no_out() -> UserError:
-    return UserError("missing", field="out", remedy="name the directory that the run is written to")
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
@@ -194,7 +174,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
     vocab_size = next((len(vocabulary) for vocabulary in vocabularies if vocabulary is not None), None)
     if vocab_size is None:
         vocab_size = vocabulary_size(config.data, arguments.data_dir, quiet=arguments.quiet or arguments.json)
-    costs = estimate(config, vocab_size, pick_device(arguments.device))
+    costs = estimate(config, vocab_size, options.pick_device(arguments.device))
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
         return

@@ -10,28 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from txl.commands.measuring import (
-    adaptation_of,
-    add_cache_options,
-    add_rule_options,
-    evaluation_settings,
-    load_to_adapt,
-    measured_on,
-    print_rows,
-    refuse_not_a_number,
-    statistics_of,
-    with_cache,
-)
-from txl.commands.options import (
-    add_memory_options,
-    add_run_options,
-    config_options,
-    fractions,
-    pick_device,
-    run_corpus,
-    run_to_read,
-    shared,
-)
+from txl.commands import measuring, options
 from txl.commands.output import print_json, progress_by_part, record
 from txl.commands.parser import Parser, choice, option
 from txl.config import AdaptationRule
@@ -64,15 +43,15 @@ def add_parser(commands: Parser) -> None:
         "validation split, then measure the test split with and without it. Dynamic evaluation scores a segment of "
         "the text, then adapts a copy of the weights to it.",
     )
-    shared(parser, "directory")
+    options.shared(parser, "directory")
     rule = choice(parser, "--rule", get_args(AdaptationRule), "how weights adapt, see txl eval --help", "rms")
     rule.dest = "dynamic"  # as in `txl eval`
-    option(parser, "--learning-rates", "X,X,...", "to try (default: a wide range)", fractions)
-    option(parser, "--decays", "X,X,...", "to try (default: 0 to 0.1)", fractions)
-    add_rule_options(parser, "")
+    option(parser, "--learning-rates", "X,X,...", "to try (default: a wide range)", options.fractions)
+    option(parser, "--decays", "X,X,...", "to try (default: 0 to 0.1)", options.fractions)
+    measuring.add_rule_options(parser, "")
     option(parser, "--tune-tokens", "N", "tune on its first N tokens alone", int)
     _add_reading(parser)
-    add_cache_options(parser)
+    measuring.add_cache_options(parser)
     parser.set_defaults(run=run_dynamic)
 
     parser = commands.add_command(
@@ -83,10 +62,10 @@ def add_parser(commands: Parser) -> None:
         "measure the test split with and without it. The cache raises the probability of words that were recently "
         "seen in similar contexts.",
     )
-    shared(parser, "directory")
+    options.shared(parser, "directory")
     option(parser, "--size", "N", "tokens in the cache", int, 2000)
-    option(parser, "--thetas", "X,X,...", "to try (default: suited to the model)", fractions)
-    option(parser, "--lambdas", "X,X,...", "to try (default: 0.01 to 0.5)", fractions)
+    option(parser, "--thetas", "X,X,...", "to try (default: suited to the model)", options.fractions)
+    option(parser, "--lambdas", "X,X,...", "to try (default: 0.01 to 0.5)", options.fractions)
     _add_reading(parser)
     parser.set_defaults(run=run_cache)
 
@@ -95,9 +74,9 @@ def _add_reading(parser: Parser) -> None:
     """Add the options of how the splits are read."""
     option(parser, "--split", "NAME", "split to measure", default="test")
     option(parser, "--tune-on", "NAME", "split to tune on", default="valid")
-    shared(parser, "segment", "batch", "max_tokens", "temperature", "dtype", "checkpoint")
-    add_memory_options(parser)
-    add_run_options(parser)
+    options.shared(parser, "segment", "batch", "max_tokens", "temperature", "dtype", "checkpoint")
+    options.add_memory_options(parser)
+    options.add_run_options(parser)
 
 
 def run_dynamic(arguments: argparse.Namespace) -> None:
@@ -105,18 +84,18 @@ def run_dynamic(arguments: argparse.Namespace) -> None:
     _refuse_tuned_split(arguments)
     if arguments.tune_tokens is not None and arguments.tune_tokens < 2:
         raise UserError(field="tune_tokens", value=arguments.tune_tokens, expected="2 or more")
-    directory, config, checkpoint = run_to_read(arguments)
+    directory, config, checkpoint = options.run_to_read(arguments)
     from txl.evaluation.dynamic import adapt_with
     from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic_with
     from txl.evaluation.perplexity import evaluate_with
 
-    adaptation = adaptation_of(arguments, learning_rate=0.0)
-    settings = evaluation_settings(arguments, config, batch_size=1)
-    model, vocabulary = load_to_adapt(directory, config, checkpoint, arguments)
-    model = with_cache(model, arguments)
-    corpus = run_corpus(directory, vocabulary, arguments)
+    adaptation = measuring.adaptation_of(arguments, learning_rate=0.0)
+    settings = measuring.evaluation_settings(arguments, config, batch_size=1)
+    model, vocabulary = measuring.load_to_adapt(directory, config, checkpoint, arguments)
+    model = measuring.with_cache(model, arguments)
+    corpus = options.run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
-    statistics = statistics_of(model, vocabulary, directory, corpus, adaptation, settings, arguments)
+    statistics = measuring.statistics_of(model, vocabulary, directory, corpus, adaptation, settings, arguments)
     with progress_by_part(quiet=arguments.json) as progress:
         tuned = tune_dynamic_with(
             model,
@@ -131,10 +110,10 @@ def run_dynamic(arguments: argparse.Namespace) -> None:
         move, best = partial(progress, f"{arguments.split} split"), tuned.adaptation
         static = evaluate_with(model, measured, settings, move)
         adapted = adapt_with(model, measured, best, statistics, settings, move)
-    refuse_not_a_number([static.nll], checkpoint)
+    measuring.refuse_not_a_number([static.nll], checkpoint)
     tuning = tuned.to_dict() | {"split": arguments.tune_on}
     record(directory, EventName.DYNAMIC, checkpoint, **tuning)
-    refuse_not_a_number([adapted.nll], checkpoint, "learning_rates")
+    measuring.refuse_not_a_number([adapted.nll], checkpoint, "learning_rates")
     rows = _recorded(directory, corpus, checkpoint, arguments.split, (static, adapted))
     times_static = static.tokens_per_second / adapted.tokens_per_second
     if arguments.json:
@@ -146,7 +125,7 @@ def run_dynamic(arguments: argparse.Namespace) -> None:
         f"nats per token there: {tuned.static_nll:.4f} without it, {tuned.best_nll:.4f} with it"
     )
     for row in rows:
-        print_rows([row])
+        measuring.print_rows([row])
     print(f"with it, the test took {times_static:.1f} times as long")
     found = ("--dynamic", best.rule, "--dynamic-learning-rate", repr(best.learning_rate))
     _print_next(arguments, tuned.at_edge, (*found, "--dynamic-decay", repr(best.decay)))
@@ -155,13 +134,13 @@ def run_dynamic(arguments: argparse.Namespace) -> None:
 def run_cache(arguments: argparse.Namespace) -> None:
     """Tune the cache, measure with and without it, print the results, and add them to the run's log."""
     _refuse_tuned_split(arguments)
-    directory, config, checkpoint = run_to_read(arguments)
+    directory, config, checkpoint = options.run_to_read(arguments)
     from txl.evaluation.cache_tuning import LAMBDAS, tune_cache_with
     from txl.evaluation.perplexity import evaluate_with
 
-    settings = evaluation_settings(arguments, config, config.eval.batch_size)
-    model, vocabulary = directory.load(checkpoint, device=pick_device(arguments.device))
-    corpus = run_corpus(directory, vocabulary, arguments)
+    settings = measuring.evaluation_settings(arguments, config, config.eval.batch_size)
+    model, vocabulary = directory.load(checkpoint, device=options.pick_device(arguments.device))
+    corpus = options.run_corpus(directory, vocabulary, arguments)
     tune_on, measured = corpus.tokens(arguments.tune_on), corpus.tokens(arguments.split)
     lambdas = arguments.lambdas or LAMBDAS
     with progress_by_part(quiet=arguments.json) as progress:
@@ -169,7 +148,7 @@ def run_cache(arguments: argparse.Namespace) -> None:
         tuned = tune_cache_with(model, tune_on, settings, arguments.size, arguments.thetas, lambdas, move)
         move = partial(progress, f"{arguments.split} split")
         results = [evaluate_with(reader, measured, settings, move) for reader in (model, tuned.around(model))]
-    refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
+    measuring.refuse_not_a_number([tuned.plain_nll, *(result.nll for result in results)], checkpoint)
     tuning = asdict(tuned) | {"split": arguments.tune_on, "at_edge": tuned.at_edge}
     record(directory, EventName.CACHE, checkpoint, **tuning)
     rows = _recorded(directory, corpus, checkpoint, arguments.split, results)
@@ -181,7 +160,7 @@ def run_cache(arguments: argparse.Namespace) -> None:
         f"{tuned.weight:g}\n"
         f"nats per token there: {tuned.plain_nll:.4f} without the cache, {tuned.best_nll:.4f} with it"
     )
-    print_rows(rows)
+    measuring.print_rows(rows)
     found = ("--cache-size", str(tuned.size), "--cache-theta", repr(tuned.theta), "--cache-lambda", repr(tuned.weight))
     _print_next(arguments, tuned.at_edge, found)
 
@@ -196,7 +175,7 @@ def _recorded(
     directory: RunDirectory, corpus: Corpus, checkpoint: Path, split: str, results: Sequence[EvaluationResult]
 ) -> list[Evaluation]:
     """Add results to the run's log, and return them as the log has them."""
-    described = measured_on(corpus, split, checkpoint)
+    described = measuring.measured_on(corpus, split, checkpoint)
     rows: list[Evaluation] = [{**described, **result.to_dict()} for result in results]
     for row in rows:
         record(directory, EventName.EVAL, checkpoint, **row)
@@ -210,6 +189,6 @@ def _print_next(arguments: argparse.Namespace, at_edge: Sequence[str], found: Se
     given = {name: getattr(arguments, name, default) for name, default in _OF_EVAL.items()}
     given = {name: str(value) for name, value in given.items() if value != _OF_EVAL[name]}
     words = ["txl", "eval", arguments.directory, *found]
-    for name, value in (given | config_options(arguments)).items():
+    for name, value in (given | options.config_options(arguments)).items():
         words += [f"--{name.replace('_', '-')}", value]
     print(f"to measure this again: {shlex.join(words)}")
