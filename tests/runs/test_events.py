@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,80 +13,6 @@ import txl
 from txl.cli import main
 from txl.runs.directory import RunDirectory
 from txl.runs.events import EVENTS, EventName, TrainEvent, fields_of, select
-
-SOURCE = Path(txl.__file__).parent
-NAMES = frozenset(EventName)
-SPLITS = {"train", "valid", "test"}
-
-
-def _names_in(node: ast.AST) -> set[str]:
-    return {str(each.value) for each in ast.walk(node) if isinstance(each, ast.Constant) and each.value in NAMES}
-
-
-def _is_event(node: ast.AST) -> bool:
-    """Return whether an expression is `X["event"]`, `X.get("event")`, or a variable named `event`."""
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.slice, ast.Constant) and node.slice.value == "event"
-    if isinstance(node, ast.Call):
-        return [each.value for each in node.args if isinstance(each, ast.Constant)][:1] == ["event"]
-    return isinstance(node, ast.Name) and node.id == "event"
-
-
-def _bare_names(tree: ast.AST) -> Iterator[tuple[int, set[str]]]:
-    """Yield the lines that use event names as plain strings, and the names; the context identifies event names."""
-    for node in ast.walk(tree):
-        names: set[str] = set()
-        if isinstance(node, ast.Compare) and any(map(_is_event, (node.left, *node.comparators))):
-            names = _names_in(node)
-        elif isinstance(node, ast.Dict):
-            pairs = zip(node.keys, node.values, strict=True)
-            is_key = [isinstance(key, ast.Constant) and key.value == "event" for key in node.keys]
-            names = set().union(*(_names_in(value) for (_, value), of in zip(pairs, is_key, strict=True) if of))
-        elif isinstance(node, (ast.Set, ast.Tuple, ast.List)) and len(node.elts) > 1:
-            names = _names_in(node)
-            all_names = all(isinstance(each, ast.Constant) and each.value in NAMES for each in node.elts)
-            names = names if all_names and not names <= SPLITS else set()
-        elif isinstance(node, ast.Call):
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            reads = any(isinstance(each, ast.Name) and each.id == "events" for each in node.args)
-            if (called in ("append", "record") and len(node.args) + len(node.keywords) > 1) or reads:
-                names = set().union(*map(_names_in, node.args))
-            elif any(map(_is_event, node.args)):  # {"eval": ...}.get(event["event"])
-                names = _names_in(node.func)
-        if names:
-            yield node.lineno, names  # pyright: ignore
-
-
-def test_no_name_of_an_event_is_a_bare_string():
-    found = []
-    for path in SOURCE.rglob("*.py"):
-        if path != SOURCE / "runs" / "events.py":
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            found += [f"{path.relative_to(SOURCE)}:{line}: {names}" for line, names in _bare_names(tree)]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'log.record("save failed", 3, reason="")',
-        'directory.append("end", 3)',
-        'x = [e for e in events if e["event"] == "stop"]',
-        'x = e.get("event") in ("start", "resume")',
-        'kinds = ("train", "checkpoint")',
-        '_count(events, "skipped")',
-        '{"eval": 1}.get(e["event"])',
-        'line = {"event": "import"}',
-        'if event != "resume": pass',
-    ],
-)
-def test_a_bare_name_is_found(code):
-    assert list(_bare_names(ast.parse(code)))
-
-
-def test_every_event_has_its_fields():
-    assert EVENTS.keys() == NAMES
-    assert all(kind.__doc__ for kind in EVENTS.values())
 
 
 def test_a_log_takes_no_other_field(tmp_path):

@@ -8,12 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.conftest import small_run
-from tests.training.test_trainer import assert_same_end, events, stop_after, train, train_until
+from tests.training.test_trainer import assert_same_end, events, train, train_until
 from torch import nn
 
 import txl
 from txl.config import TrainConfig
-from txl.errors import RunInterrupted
 from txl.runs.directory import RunDirectory
 from txl.training import loop as loop_module
 from txl.training.schedule import average_begins
@@ -30,11 +29,6 @@ def averaged(values: list[float], mu: float | None = None) -> float:
         average.update(model)
     assert average.count == len(values)
     return average.model.get_parameter("weight").item()
-
-
-def test_the_average_of_constants_is_the_constant():
-    assert averaged([0.3] * 50) == pytest.approx(0.3, rel=1e-15)
-    assert averaged([0.3] * 50, mu=0.1) == pytest.approx(0.3, rel=1e-15)
 
 
 def test_without_mu_it_is_the_plain_mean_of_all():
@@ -115,17 +109,6 @@ def test_evaluation_and_checkpoints_use_the_mean_of_the_later_steps(story, data_
     tokens = txl.open_corpus(str(story), config=directory.config().data, data_dir=data_dir, quiet=True).tokens("valid")
     found = txl.evaluate(model, tokens, segment=8, mem_len=8, window="none", batch_size=4, max_tokens=400)
     assert found.nll == pytest.approx(valid[-1]["nll"], abs=1e-6)
-
-
-def test_before_an_average_begins_a_run_is_as_without_one(story, data_dir, tmp_path, monkeypatch):
-    stop_after(monkeypatch, 5)
-    for name, options in (("with", {"train.average_from": "6"}), ("without", {"train.steps": "6"})):
-        options = {"train.schedule": "constant", "train.eval_every": "0"} | options
-        monkeypatch.undo()
-        stop_after(monkeypatch, 5)
-        with pytest.raises(RunInterrupted):
-            train(small_run(str(story), **options), tmp_path / name, data_dir)
-    assert_same_end(tmp_path / "with", tmp_path / "without")
 
 
 @pytest.mark.parametrize(

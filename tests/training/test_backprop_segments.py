@@ -19,10 +19,8 @@ from txl.models.transformer_xl import TransformerXL
 from txl.native import build
 from txl.presets import preset
 from txl.runs.directory import RunDirectory
-from txl.training.estimate import estimate
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
-from txl_lab.speed.budget import peak_bytes
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 
@@ -132,17 +130,6 @@ def test_a_step_s_tokens_are_those_of_all_its_segments(story, data_dir, tmp_path
     train(plain, tmp_path / "plain", data_dir)
     logged = [each for each in RunDirectory(tmp_path / "plain").events() if each["event"] == "train"]
     assert [each["tokens_read"] for each in logged] == [3 * 4 * 16]
-
-
-def test_its_memory_is_measured_and_estimated():
-    run = small_run("my.txt", **{"model.d_model": "32", "train.segment": "32", "train.batch_size": "8"})
-    measured, estimated = [], []
-    for segments in (1, 2):
-        run.train.backprop_segments = segments
-        measured.append(peak_bytes(run, 50))
-        estimated.append(estimate(run, 50).total_bytes)
-    assert 1.5 < measured[1] / measured[0] < 2.2
-    assert estimated[1] / estimated[0] == pytest.approx(measured[1] / measured[0], rel=0.15)
 
 
 def test_recurrent_networks_are_told_to_read_longer_segments():

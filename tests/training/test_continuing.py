@@ -120,18 +120,6 @@ def test_a_run_keeps_the_attention_that_it_began_with(story, data_dir, tmp_path,
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
-def test_where_nothing_is_compiled_fastest_trains_in_float64(story, data_dir, tmp_path, monkeypatch):
-    """Without compiled code `shifted` is used, and the run keeps `shifted` where compiled attention is available."""
-    run = small_run(str(story), **{"model.attention": "fastest", "train.dtype": "float64"})
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++)"))
-        stop_after(patch, 2)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
-    train(run, tmp_path / "run", data_dir)
-    assert attentions(tmp_path / "run") == ["shifted", "shifted"]
-
-
 @pytest.mark.skipif(build.why_not() is not None, reason=f"needs the compiled library: {build.why_not()}")
 def test_a_run_with_compiled_attention_does_not_go_on_without_it(story, data_dir, tmp_path, monkeypatch):
     run = small_run(str(story), **{"model.attention": "fastest"})
@@ -165,18 +153,6 @@ def test_a_cosine_says_what_changes(trained, story, data_dir, tmp_path, capsys):
     assert [each["learning_rate"] for each in later] == [learning_rate(step, run.train) for step in range(12, 20)]
     assert main(["report", str(out), "--data-dir", str(data_dir)]) == 0
     assert "not finished" not in (out / "report.html").read_text()
-
-
-def test_a_plateau_says_at_which_rate_it_goes_on(story, data_dir, tmp_path):
-    options = {"train.schedule": "plateau", "train.eval_every": "2", "train.learning_rate": "1", "train.clip": "0"}
-    train(small_run(str(story), **options), tmp_path / "run", data_dir)
-    longer = small_run(str(story), **options, **{"train.steps": "24", "train.log_every": "1"})
-    train(longer, tmp_path / "run", data_dir, extend=True)
-    (told,) = extended(tmp_path / "run")["changes"]
-    logged = [each for each in RunDirectory(tmp_path / "run").events() if each["event"] == "train"]
-    rate = next(each["learning_rate"] for each in logged if each["step"] == 13)
-    assert rate < 0.5, "the plateau has divided the rate"
-    assert f"({rate:.3g}, it would be" in told
 
 
 def test_what_is_no_extension_is_refused(trained, story, data_dir, tmp_path, capsys):

@@ -161,15 +161,6 @@ def test_other_models_and_optimisers_are_sharded_too(options, story, data_dir, t
     assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
 
 
-@pytest.mark.parametrize("options", [{"train.micro_batches": "2"}, {"train.parallel": "fsdp"}], ids=["ddp", "fsdp"])
-def test_gradients_flow_into_memory_in_two_processes_too(options, story, data_dir, tmp_path):
-    steps = EXACT | {"train.steps": "4", "train.eval_every": "2", "train.backprop_segments": "2"}
-    Trainer(small_run(str(story), **steps), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
-    done = launch(tmp_path / "two", story, data_dir, 2, steps | options)
-    assert done.returncode == 0, done.stderr
-    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)
-
-
 def test_emptied_lanes_and_steps_of_several_segments_go_on_in_two_processes(story, data_dir, tmp_path, monkeypatch):
     """One process stops in step 3, and two processes continue; each of them empties the drawn lanes that it holds."""
     steps = {"train.steps": "8", "train.eval_every": "4", "train.reset_memory": "0.4", "train.backprop_segments": "2"}

@@ -178,16 +178,6 @@ def test_each_parameter_is_counted_where_it_belongs():
     }
 
 
-def test_a_window_and_bfloat16_need_less():
-    base = with_options(RunConfig(), SHAPE)
-    windowed = with_options(base, {"model.window": "32"})
-    low = with_options(base, {"train.dtype": "bfloat16"})
-    whole = estimate(base, 256).memory_bytes
-    assert estimate(windowed, 256).memory_bytes["activations"] < whole["activations"]
-    assert estimate(low, 256).memory_bytes["activations"] < whole["activations"]
-    assert estimate(low, 256).to_dict()["total_bytes"] == sum(estimate(low, 256).memory_bytes.values())
-
-
 def test_a_recorded_step_keeps_activations_of_its_own():
     run = with_options(RunConfig(), SHAPE)
     recorded = with_options(run, {"train.capture": "true"})

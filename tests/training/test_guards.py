@@ -87,19 +87,6 @@ def test_a_run_that_skips_goes_on_exactly(options, later, story, data_dir, tmp_p
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
-def test_the_log_of_a_run_that_skips_after_it_resumes_is_the_same(story, data_dir, tmp_path, monkeypatch):
-    run = small_run(str(story), **{"train.log_every": "7"})
-    with monkeypatch.context() as patch:
-        spoil_gradients(patch, {6, 7})
-        train(run, tmp_path / "whole", data_dir)
-    train_until(5, monkeypatch, run, tmp_path / "run", data_dir)
-    spoil_gradients(monkeypatch, {1, 2})
-    train(run, tmp_path / "run", data_dir)
-    norms = {name: [each["grad_norm"] for each in events(tmp_path / name, "train")] for name in ("whole", "run")}
-    assert norms["run"] == norms["whole"]
-    assert all(norm > 0 for norm in norms["run"])
-
-
 def test_too_many_in_a_row_stop_the_run_with_the_batch_saved(story, data_dir, tmp_path, monkeypatch):
     spoil_gradients(monkeypatch, set(range(6, 13)))
     out = tmp_path / "run"
@@ -282,25 +269,6 @@ def test_a_run_can_go_back_behind_a_spike(leaping, story, data_dir, tmp_path, mo
     train_until(3, monkeypatch, run, tmp_path / "stopped", data_dir)
     train(run, tmp_path / "stopped", data_dir)
     assert_same_end(tmp_path / "stopped", tmp_path / "run")
-
-
-def test_an_evaluation_at_a_former_end_does_not_come_back_with_a_rollback(
-    leaping, story, data_dir, tmp_path, monkeypatch
-):
-    options = {"train.on_spike": "rollback", "train.schedule": "plateau", "train.eval_every": "3"}
-    options |= {"train.checkpoint_every": "4"}
-    short, long = (small_run(str(story), **options, **{"train.steps": steps}) for steps in ("10", "21"))
-    leaping(tokens_of_step(story, data_dir, 11))
-    for name in ("whole", "run"):
-        train(short, tmp_path / name, data_dir)
-    train(long, tmp_path / "whole", data_dir, extend=True)
-    (back,) = events(tmp_path / "whole", "rollback")
-    assert (back["from_step"], back["step"]) == (11, 10)
-    train_until(6, monkeypatch, long, tmp_path / "run", data_dir, extend=True)
-    train(long, tmp_path / "run", data_dir)
-    assert_same_end(tmp_path / "run", tmp_path / "whole")
-    state = json.loads((RunDirectory(tmp_path / "whole").checkpoint("latest") / "training_state.json").read_text())
-    assert len(state["progress"]["validation_losses"]) == 7
 
 
 def test_a_damaged_checkpoint_is_not_gone_back_to(leaping, story, data_dir, tmp_path, monkeypatch, capsys):

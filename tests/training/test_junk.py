@@ -17,7 +17,6 @@ from tests.conftest import small_run
 
 import txl
 from txl.errors import UserError
-from txl.reporting.report import write_report
 from txl.runs import checkpoints
 from txl.runs.status import run_status
 from txl.training.state import Counters
@@ -146,25 +145,6 @@ def test_counters_of_another_type_are_refused(value):
         with pytest.raises(UserError, match=f"progress.{name}"):
             Counters.from_dict(dataclasses.asdict(Counters()) | {name: value})
     assert Counters.from_dict(dataclasses.asdict(Counters(best_nll=math.nan, validation_losses=[1.0]))).step == 0
-
-
-@given(junk=st.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
-@SETTINGS
-def test_a_report_of_a_log_with_junk_in_it_is_written_or_refused(junk, run_copy, data_dir, tmp_path):
-    log = run_copy / "log.jsonl"
-    original = log.read_bytes()
-    try:
-        log.write_bytes(original + junk + b"\n")
-        page = tmp_path / "report.html"
-        page.unlink(missing_ok=True)
-        try:
-            write_report(run_copy, out=str(page), data_dir=str(data_dir))
-            assert "</html>" in page.read_text(encoding="utf-8")
-        except UserError as refused:
-            assert str(run_copy) in str(refused)  # noqa: PT017 (either is right)
-            assert not page.exists()
-    finally:
-        log.write_bytes(original)
 
 
 @example(name="memory.limits", shape=[3])  # the right shape, but limits that differ from the configuration

@@ -87,8 +87,3 @@ def test_recurrent_states_are_emptied_too(data_dir, story, tmp_path, monkeypatch
     train(run, tmp_path / "run", data_dir)
     drawn = [loop_module.emptied_lanes(run.train, step).tolist() for step in range(4)]
     assert [[all(lane) for lane in lanes] for lanes in before[1:]] == drawn[1:]
-
-
-def test_the_default_empties_nothing():
-    assert preset("enwik8-12L").train.reset_memory == 0
-    assert not loop_module.emptied_lanes(preset("enwik8-12L").train, 3).any()

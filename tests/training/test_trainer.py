@@ -471,14 +471,6 @@ def test_a_signal_that_the_caller_handles_is_the_callers(story, data_dir, tmp_pa
     assert received == [signal.SIGUSR2] * 12
 
 
-def test_the_log_names_the_dtype_of_validation(story, data_dir, tmp_path):
-    for dtype in ("float64", "bfloat16"):
-        options = {"train.dtype": dtype, "train.steps": "2", "train.eval_every": "2"}
-        train(small_run(str(story), **options), tmp_path / dtype, data_dir)
-        valid = [each for each in RunDirectory(tmp_path / dtype).events() if each["event"] == "valid"]
-        assert [each["dtype"] for each in valid] == [dtype]
-
-
 def test_a_device_that_cannot_be_used_is_refused(story, data_dir, tmp_path):
     assert Trainer(small_run(str(story)), tmp_path / "run", device="cpu:0", data_dir=data_dir).device == "cpu"
     with pytest.raises(UserError, match="device cuda:99: cannot be used here: "):

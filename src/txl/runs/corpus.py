@@ -24,15 +24,9 @@ def open_run_corpus(
     whole: bool = False,
     quiet: bool = False,
 ) -> Corpus:
-    """Open the corpus that a run was trained on, or the corpus that `options` name, in the run's vocabulary.
+    """Open the corpus that a run was trained on, or the one that `options` name, in the run's vocabulary.
 
-    Args:
-        run: directory of the run.
-        vocabulary: vocabulary of the run.
-        options: data settings to change, by their full names: {"data.corpus": "my.txt"}.
-        data_dir: directory of prepared corpora.
-        whole: True to read the user's own text as one split, "all".
-        quiet: True to write no progress to standard error.
+    Options have full names: {"data.corpus": "my.txt"}. With `whole` a user's own text is one split, "all".
     """
     if vocabulary is None:
         remedy = ("import it again with ", Field("vocabulary"))

@@ -152,15 +152,10 @@ class RunDirectory:
     def load(
         self, checkpoint: Path | None = None, device: str = "cpu", attention: str | None = None
     ) -> tuple[FamilyModel, Vocabulary | None]:
-        """Load the model of a checkpoint, in evaluation mode, and the run's vocabulary.
+        """Load the model of a checkpoint (None: best, else latest), in evaluation mode, and the run's vocabulary.
 
-        Args:
-            checkpoint: directory of the checkpoint; None: best, else latest.
-            device: device of the model.
-            attention: value of `model.attention` for computing gradients; None: the run's.
-
-        Raises:
-            UserError: if the checkpoint is missing, damaged, or does not fit the configuration.
+        A value of `model.attention` replaces the run's. A checkpoint that is missing, damaged, or does not fit the
+        configuration raises UserError.
         """
         import torch
 

@@ -122,10 +122,8 @@ class CapturedStep:
     """`training_step`, recorded as a graph once the memory has its full size, and replayed from then on.
 
     Each segment length has its own graph; all graphs share the device memory of intermediate results. Steps run eagerly
-    until their graph is recorded. Later steps also run eagerly if a tail cluster has no target, or more targets than
-    there is room for.
-
-    If lanes are emptied between steps (`train.reset_memory`), the graph reads from a tensor how full each lane is.
+    until their graph is recorded, and later if a tail cluster has no target, or more targets than there is room for. If
+    lanes are emptied between steps (`train.reset_memory`), the graph reads from a tensor how full each lane is.
 
     The memory that a replayed step returns belongs to the graph: the next replay overwrites it, unless `void` is set.
     """

@@ -43,11 +43,7 @@ class Optimizer:
     """Adam, AdamW, SGD or Muon (Jordan et al. 2024); Muon updates the layers' matrices, AdamW all other parameters.
 
     Muon's updates have the root mean square of Adam's (Liu et al. 2025), so that both have the same learning rate and
-    weight decay.
-
-    Args:
-        groups: groups of parameters, all on one device.
-        config: training configuration with the optimiser's settings.
+    weight decay. All parameters are on one device.
     """
 
     def __init__(self, groups: list[Group], config: TrainConfig):

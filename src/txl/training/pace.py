@@ -15,11 +15,7 @@ _EARLY, _LATE = 0.9, 1.1
 
 
 class Pace:
-    """Timer of the steps. Work between steps (evaluation, saving) counts only in the estimate of the time left.
-
-    Args:
-        tokens_read: number of tokens that the run has read so far.
-    """
+    """Timer of the steps. Work between steps (evaluation, saving) counts only in the estimate of the time left."""
 
     def __init__(self, tokens_read: int):
         self._began = self._ticked = time.perf_counter()

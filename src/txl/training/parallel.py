@@ -27,12 +27,9 @@ if TYPE_CHECKING:
 
 
 class TrainedModel:
-    """A model, with the engine that synchronises its copies or shards between processes.
+    """A model with the same weights in every process, and the engine that synchronises its copies or shards.
 
-    Args:
-        model: model on its device, with the same weights in every process. With "fsdp" its parameters become shards.
-        processes: processes that train the model.
-        engine: "ddp" or "fsdp"; a single process needs neither.
+    The engine is "ddp" or "fsdp", which makes the model's parameters shards; a single process needs neither.
     """
 
     def __init__(self, model: FamilyModel, processes: Processes = Processes(), engine: str = "ddp"):  # noqa: B008 (a value)

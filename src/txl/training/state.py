@@ -92,12 +92,9 @@ class Counters:
 class WeightAverage:
     """The running average of a model's weights, while the model itself continues training.
 
-    With the plain mean this is averaged SGD (Polyak and Juditsky 1992). The authors' moving average for Penn Treebank,
-    mu = 1/step counted from the beginning of the average, equals this plain mean.
-
-    Args:
-        model: model that is trained; the average begins as a copy of its weights.
-        mu: weight of the newest weights in the average; None: 1/n at the n-th update, the plain mean of n weights.
+    It begins as a copy of the weights; mu is the weight of the newest ones, and None means 1/n at the n-th update: the
+    plain mean, as in averaged SGD (Polyak and Juditsky 1992). The authors' moving average for Penn Treebank, mu =
+    1/step counted from the beginning of the average, equals this plain mean.
     """
 
     def __init__(self, model: FamilyModel, mu: float | None = None):

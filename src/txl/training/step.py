@@ -62,12 +62,7 @@ class PendingUpdate:
 
     Reading the loss at once would leave a GPU without work while the host prepares the next update. The copy of the
     figures to the host begins here, between this update and the next, so that `result` waits for this update alone.
-
-    Args:
-        output: tensors of the update.
-        segment: text that the update read, of all lanes.
-        generators: states of the random generators before the update.
-        averaged: number of updates in the average of the weights before the update.
+    `generators` and `averaged` are the random states and the number of averaged updates before it.
     """
 
     def __init__(self, output: StepOutput, segment: Segment, generators: dict[str, Tensor], averaged: int | None):
