@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import assert_same_end, stop_after, train, train_until
+from tests.training.test_trainer import assert_same_end, before_step, killed, stop_after, train, train_until
 
 import txl
 from txl.cli import main
@@ -15,7 +15,6 @@ from txl.errors import RunInterrupted, UserError
 from txl.native import build
 from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
-from txl.training import loop as loop_module
 from txl.training.schedule import learning_rate
 from txl.training.trainer import Trainer
 
@@ -83,18 +82,9 @@ def test_a_crash_while_it_is_longer_changes_nothing(story, data_dir, tmp_path, m
     train(long, tmp_path / "whole", data_dir)
     train(small_run(str(story), **changes, **{"train.steps": "10"}), tmp_path / "run", data_dir)
     for step in (1, 7):  # before the first new checkpoint, and after it
-        with monkeypatch.context() as patch:
-            real, calls = loop_module.training_step, []
-
-            def killed(*args, step=step, real=real, calls=calls):
-                calls.append(1)
-                if len(calls) == step:
-                    raise MemoryError
-                return real(*args)
-
-            patch.setattr(loop_module, "training_step", killed)
-            with pytest.raises(MemoryError):
-                train(long, tmp_path / "run", data_dir, extend=True)
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            before_step(patch, step, killed)
+            train(long, tmp_path / "run", data_dir, extend=True)
     train(long, tmp_path / "run", data_dir)  # the run directory already has the new number of steps
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
@@ -178,10 +168,7 @@ def test_the_same_text_under_another_name_goes_on(story, data_dir, tmp_path, mon
     train(small_run(str(story)), tmp_path / "whole", data_dir)
     text, moved, out = tmp_path / "text.txt", tmp_path / "moved.txt", tmp_path / "run"
     text.write_bytes(story.read_bytes())
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(small_run(str(text)), out, data_dir)
+    train_until(5, monkeypatch, small_run(str(text)), out, data_dir)
     text.rename(moved)
     with pytest.raises(UserError, match=r"text\.txt: no such file or folder"):
         train(small_run(str(text)), out, data_dir)

@@ -8,13 +8,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.conftest import small_run
-from tests.training.test_trainer import assert_same_end, events, train
+from tests.training.test_trainer import assert_same_end, before_step, events, killed, train
 
 import txl
 from txl.cli import main
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
-from txl.training import loop as loop_module
 from txl.training.trainer import Trainer
 
 
@@ -162,11 +161,8 @@ def test_a_run_no_longer_needs_the_weights_it_started_from(trained, story, data_
     run = small_run(str(story))
     train(run, tmp_path / "whole", data_dir, init_from=source)
 
-    def killed(*args):
-        raise MemoryError  # stands for whatever ends a process before its first checkpoint
-
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(loop_module, "training_step", killed)
+        before_step(patch, 1, killed)
         train(run, tmp_path / "run", data_dir, init_from=source)
     shutil.rmtree(source)
     train(run, tmp_path / "run", data_dir, init_from=source)

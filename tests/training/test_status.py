@@ -10,9 +10,8 @@ import sys
 
 import pytest
 from tests.conftest import options_of, small_run
-from tests.training.test_trainer import stop_after, train
+from tests.training.test_trainer import train, train_until
 
-import txl
 from txl.cli import main
 from txl.errors import UserError
 from txl.runs.directory import RunDirectory
@@ -81,10 +80,7 @@ def test_damage_is_told(copy):
 def test_restarts_and_stops_are_counted(story, data_dir, tmp_path, monkeypatch):
 
     run, out = small_run(str(story)), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(txl.errors.RunInterrupted):
-            train(run, out, data_dir)
+    train_until(5, monkeypatch, run, out, data_dir)
     assert run_status(out).state.startswith("stopped (SIGINT)")
     assert run_status(out).step == 5
     with RunDirectory(out).locked():

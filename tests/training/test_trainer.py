@@ -37,18 +37,26 @@ def events(out, name: str) -> list[dict[str, Any]]:
     return [event for event in RunDirectory(out).events() if event["event"] == name]
 
 
-def stop_after(monkeypatch, step: int) -> None:
-    """Send SIGINT (Ctrl-C) to this process in step `step`, counted from this call."""
-    real = loop_module.training_step
-    calls = []
+def before_step(monkeypatch, step: int, action: Callable[..., object]) -> None:
+    """Call `action` with the arguments of step `step`, counted from this call, before the step is made."""
+    real, calls = loop_module.training_step, []
 
     def counting(*args):
         calls.append(1)
         if len(calls) == step:
-            os.kill(os.getpid(), signal.SIGINT)
+            action(*args)
         return real(*args)
 
     monkeypatch.setattr(loop_module, "training_step", counting)
+
+
+def stop_after(monkeypatch, step: int) -> None:
+    """Send SIGINT (Ctrl-C) to this process in step `step`, counted from this call."""
+    before_step(monkeypatch, step, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+
+
+def killed(*_: object) -> None:
+    raise MemoryError  # stands for whatever ends a process
 
 
 def train_until(step: int, monkeypatch, run, out: Path, data_dir: Path, **kwargs) -> None:
@@ -209,20 +217,15 @@ def test_a_stop_while_the_compiler_runs_is_a_stop(story, data_dir, tmp_path, mon
 
     run = small_run(str(story))
     train(run, tmp_path / "whole", data_dir)
-    with monkeypatch.context() as patch:
-        real, calls = loop_module.training_step, []
 
-        def interrupted(*args):
-            calls.append(1)
-            if len(calls) == 5:
-                torch.rand(3)  # dropout was drawn before
-                os.kill(os.getpid(), signal.SIGINT)
-                raise CompileError("C++ compile error")
-            return real(*args)
+    def interrupted(*_):
+        torch.rand(3)  # dropout was drawn before
+        os.kill(os.getpid(), signal.SIGINT)
+        raise CompileError("C++ compile error")
 
-        patch.setattr(loop_module, "training_step", interrupted)
-        with pytest.raises(RunInterrupted):
-            train(run, tmp_path / "run", data_dir)
+    with monkeypatch.context() as patch, pytest.raises(RunInterrupted):
+        before_step(patch, 5, interrupted)
+        train(run, tmp_path / "run", data_dir)
     train(run, tmp_path / "run", data_dir)
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
@@ -324,10 +327,7 @@ def test_the_caller_s_random_numbers_are_left_alone(story, data_dir, tmp_path):
 
 
 def test_what_does_not_change_the_computation_may_change_on_continuing(story, data_dir, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        stop_after(patch, 5)
-        with pytest.raises(RunInterrupted):
-            train(small_run(str(story)), tmp_path / "run", data_dir)
+    train_until(5, monkeypatch, small_run(str(story)), tmp_path / "run", data_dir)
     train(small_run(str(story), **{"train.log_every": "1"}), tmp_path / "run", data_dir)
     with pytest.raises(
         UserError, match=r"holds a different run: model.n_layer 2 -> 3, train.seed 1 -> 2; give another"
@@ -336,28 +336,15 @@ def test_what_does_not_change_the_computation_may_change_on_continuing(story, da
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(trained, story, data_dir, tmp_path, monkeypatch):
-    def killed(*args):
-        raise MemoryError
-
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(loop_module, "training_step", killed)
+        before_step(patch, 1, killed)
         train(small_run(str(story)), tmp_path / "run", data_dir)
     train(small_run(str(story)), tmp_path / "run", data_dir)
     assert_same_end(tmp_path / "run", trained)
 
 
 def test_a_diverging_run_stops_and_keeps_its_last_good_checkpoint(story, data_dir, tmp_path, monkeypatch):
-    real = loop_module.training_step
-
-    calls = []
-
-    def poisoned(trained, *args):
-        if len(calls) == 5:
-            next(trained.model.parameters()).data.fill_(math.nan)
-        calls.append(1)
-        return real(trained, *args)
-
-    monkeypatch.setattr(loop_module, "training_step", poisoned)
+    before_step(monkeypatch, 6, lambda trained, *_: next(trained.model.parameters()).data.fill_(math.nan))
     with pytest.raises(
         TrainingDiverged, match=r"step 6: the loss \(nan\).*nor are the weights.*step-00000004.*learning_rate"
     ):
@@ -430,14 +417,11 @@ def test_ignored_signals_do_not_stop_a_run(story, data_dir, tmp_path):
 
 def test_a_second_ctrl_c_in_a_notebook_raises_keyboard_interrupt(story, trained, data_dir, tmp_path, monkeypatch):
     """The process lives, the checkpoint that is being written gets whole, and the run can go on in the process."""
-    real, calls, write = loop_module.training_step, [], saver_module.write_checkpoint
+    write = saver_module.write_checkpoint
 
-    def twice(*args):
-        calls.append(1)
-        if len(calls) == 6:  # the checkpoint of step 4 is being written
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        return real(*args)
+    def twice(*_):  # the checkpoint of step 4 is being written
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     def slow(*args):
         time.sleep(0.5)
@@ -445,7 +429,7 @@ def test_a_second_ctrl_c_in_a_notebook_raises_keyboard_interrupt(story, trained,
 
     handlers = [signal.getsignal(each) for each in STOP_SIGNALS]
     with monkeypatch.context() as patch:
-        patch.setattr(loop_module, "training_step", twice)
+        before_step(patch, 6, twice)
         patch.setattr(saver_module, "write_checkpoint", slow)
         with pytest.raises(KeyboardInterrupt):
             train(small_run(str(story)), tmp_path / "run", data_dir)
