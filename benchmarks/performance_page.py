@@ -311,6 +311,7 @@ def quality(record: Record) -> str:
     )
 
 
+GONE = "its script is gone"
 RECORD = "python benchmarks/record.py results/{}.json {}"
 RECORD = "python benchmarks/record.py results/{}.json {}"
 COMPILED = "python -m benchmarks.compiled results/compiled-{}.json"
@@ -325,9 +326,9 @@ SECTIONS = (
         made_with="make bench-peers",
     ),
     Section("The roofline", "scaling", roofline, ("roofline",), f"{BEFORE_COMPILED} {WITH_MKL}"),
-    Section("Where a segment's time goes", "segment-profile", segment_profile),
+    Section("Where a segment's time goes", "segment-profile", segment_profile, made_with=GONE),
     Section("Where a training step's time goes", "training-profile", training_profile),
-    Section("Compiled attention in training", "training-attention", training_attention),
+    Section("Compiled attention in training", "training-attention", training_attention, made_with=GONE),
     Section(
         "Compiled code with AVX-512", "compiled-avx512", beside_pytorch, made_with=COMPILED.format("compiled-avx512")
     ),
@@ -342,7 +343,7 @@ SECTIONS = (
         ("training-memory",),
         made_with="PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
     ),
-    Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory),
+    Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory, made_with=GONE),
     Section("Table 9", "bench-table9", table9, made_with=RECORD.format("bench-table9", "bench table9 --json")),
     Section(
         "Compiled layers",
