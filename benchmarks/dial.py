@@ -121,7 +121,6 @@ def dropout_points() -> list[Point]:
 
 
 def configured(point: Point, texts: Path, work: Path) -> RunConfig:
-    """Return the configuration of a run, evaluated after each quarter of its steps; its text is written if missing."""
     path = work / "texts" / f"{point.text}-{point.size}.txt"
     if not path.exists():
         files = stdlib_files() if point.text == "stdlib" else [texts / f"{point.text}.txt"]

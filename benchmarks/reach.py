@@ -50,7 +50,6 @@ def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) ->
 
 
 def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets: int = TARGETS) -> dict[str, Any]:
-    """Average the gradients of several targets by distance back, each row relative to the row's largest value."""
     n_layer = model.config.n_layer
     length = n_layer * (window - 1) + 1 + BEYOND
     model = model.eval()
@@ -70,7 +69,6 @@ def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets:
 
 
 def main(out: str, run: str) -> None:
-    """Measure a run's model on its validation split, and write the record."""
     model, vocabulary = txl.load(run)
     directory = RunDirectory(Path(run))
     corpus = open_run_corpus(directory, vocabulary, {}, quiet=True)
