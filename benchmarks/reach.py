@@ -28,14 +28,7 @@ WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
 
 
 def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) -> Tensor:
-    """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1).
-
-    Args:
-        model: model in evaluation mode.
-        tokens: [T], token ids read from empty memory.
-        target: id of the token that follows.
-        window: number of keys that a query attends to.
-    """
+    """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1)."""
     inputs: list[Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].requires_grad_()))

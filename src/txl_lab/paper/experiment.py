@@ -98,7 +98,18 @@ class Experiment:
             data = dataclasses.replace(data, corpus=str(folder), source=None, like_original=False)
             corpus = open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
-        self._refuse_what_cannot_be(measurement, rows, corpus)
+        # What would fail is refused before anything has trained for hours.
+        configured = [(result, result.config) for result in rows if result.config is not None]
+        failed = [result for result in rows if result.status == "failed"]
+        if failed and not configured:
+            raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
+        for result, config in configured:
+            for split, least in measurement.least_tokens(RunConfig.from_dict(config), self.scale).items():
+                if (n_token := len(corpus.tokens(split))) < least:
+                    has = f"the {split} split of {corpus.name} has {n_token:,} tokens"
+                    raise UserError(f"{has}, but {self.definition.name} reads {least:,} or more at this scale")
+            for seed in range(1, self.seeds + 1):
+                self.folder.check_result(result.row, seed, config)
         model = RowModels(self, measurement, corpus, rows)
         return self._over_seeds(rows, model)
 
@@ -137,20 +148,6 @@ class Experiment:
         if type(segment) is not int or segment < 1:
             raise UserError(f"{path}: damaged (no length of a segment); delete it to measure anew")
         return segment
-
-    def _refuse_what_cannot_be(self, measurement: ModelMeasurement, rows: list[RowResult], corpus: Corpus) -> None:
-        """Refuse an experiment whose measurements would fail, before it has trained for hours."""
-        configured = [(result, result.config) for result in rows if result.config is not None]
-        failed = [result for result in rows if result.status == "failed"]
-        if failed and not configured:
-            raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
-        for result, config in configured:
-            for split, least in measurement.least_tokens(RunConfig.from_dict(config), self.scale).items():
-                if (n_token := len(corpus.tokens(split))) < least:
-                    has = f"the {split} split of {corpus.name} has {n_token:,} tokens"
-                    raise UserError(f"{has}, but {self.definition.name} reads {least:,} or more at this scale")
-            for seed in range(1, self.seeds + 1):
-                self.folder.check_result(result.row, seed, config)
 
     def _over_seeds(self, rows: list[RowResult], measured: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then with the next: the table of each seed is complete in turn."""
