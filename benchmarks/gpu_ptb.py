@@ -111,15 +111,8 @@ def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any
     valids = [each for each in RunDirectory(work / "run").events() if each["event"] == "valid"]
     curve = [{"step": each["step"], "nll": each["nll"]} for each in valids]
     print(f"test perplexity {scored.ppl:.2f}, trained {label}; the paper's {PAPER}")
-    return result | {
-        "trained": label,
-        "steps": plan.train.steps,
-        "seconds": time.monotonic() - began,
-        "test_perplexity": scored.ppl,
-        "paper": PAPER,
-        "validation": curve,
-        "config": plan.to_dict(),
-    }
+    result |= {"trained": label, "steps": plan.train.steps, "seconds": time.monotonic() - began}
+    return result | {"test_perplexity": scored.ppl, "paper": PAPER, "validation": curve, "config": plan.to_dict()}
 
 
 def main() -> int:

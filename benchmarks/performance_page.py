@@ -314,46 +314,28 @@ def _doubling_axis(axis: Any, values: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
+def _label(axes: Axes, text: str, place: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
+    axes.annotate(text, place, xytext=shift, textcoords="offset points", **style)
+
+
 def draw_roofline(figure: Figure, record: Record) -> None:
-    machine = record["roofline"]
+    machine, axes = record["roofline"], figure.add_subplot()
     bandwidth, top = machine["bandwidth"], max(machine["matmul_rate"]["float32"].values())
     points = [
         (work["name"], work["operations"] / work["bytes_read_once"], work["operations"] / work["seconds"])
         for work in record["workloads"]
     ]
     low, high = min(point[1] for point in points) / 3, max(point[1] for point in points) * 4
-    ridge = top / bandwidth
-    axes = figure.add_subplot()
-    axes.loglog([low, ridge, high], [low * bandwidth / 1e9, top / 1e9, top / 1e9], color=SECOND, linewidth=1.5)
+    ridge, gigas = top / bandwidth, top / 1e9
+    axes.loglog([low, ridge, high], [low * bandwidth / 1e9, gigas, gigas], color=SECOND, linewidth=1.5)
     middle = (low * ridge) ** 0.5
-    axes.annotate(
-        f"{bandwidth / 1e9:.0f} GB/s",
-        (middle, middle * bandwidth / 1e9),
-        xytext=(-6, 4),
-        textcoords="offset points",
-        ha="right",
-        color=SECOND,
-    )
-    axes.annotate(
-        f"{top / 1e9:,.0f} GFLOP/s",
-        (high, top / 1e9),
-        xytext=(0, 5),
-        textcoords="offset points",
-        ha="right",
-        color=SECOND,
-    )
+    bound = (middle, middle * bandwidth / 1e9)
+    _label(axes, f"{bandwidth / 1e9:.0f} GB/s", bound, (-6, 4), ha="right", color=SECOND)
+    _label(axes, f"{gigas:,.0f} GFLOP/s", (high, gigas), (0, 5), ha="right", color=SECOND)
     for name, intensity, rate in points:
         axes.plot(intensity, rate / 1e9, marker="o", markersize=5, color=ACCENT)
-        axes.annotate(
-            name,
-            (intensity, rate / 1e9),
-            xytext=(0, -14),
-            textcoords="offset points",
-            ha="center",
-            color=INK,
-            fontsize=8.5,
-        )
-    axes.set_ylim(min(point[2] for point in points) / 1e9 / 3, top / 1e9 * 2.2)
+        _label(axes, name, (intensity, rate / 1e9), (0, -14), ha="center", color=INK, fontsize=8.5)
+    axes.set_ylim(min(point[2] for point in points) / 1e9 / 3, gigas * 2.2)
     axes.set_xlabel("operations a byte that must be read")
     axes.set_ylabel("GFLOP/s, float32")
     for axis in (axes.xaxis, axes.yaxis):
@@ -364,45 +346,27 @@ def draw_roofline(figure: Figure, record: Record) -> None:
 def draw_growth(figure: Figure, record: Record) -> None:
     """Draw a small plot per axis: time of a training step and of an evaluation, relative to the first point."""
     frames: Any = figure.subplots(1, len(record["axes"]), squeeze=False)[0]
-    for frame, (axis, rows) in zip(frames, record["axes"].items(), strict=True):
-        _draw_axis(frame, axis, rows)
-    frames[0].set_ylabel("time, relative to the first")
-    handles, labels = frames[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=3)
-
-
-def _draw_axis(axes: Axes, axis: str, rows: list[Record]) -> None:
-    values = [row["value"] for row in rows]
-    for kind, color in (("training step", ACCENT), ("evaluation", SECOND)):
-        for what, style in (("seconds", "-"), ("operations", ":")):
-            ratios = [row[kind][what] / rows[0][kind][what] for row in rows]
-            shown = what == "seconds"
-            axes.plot(
-                values,
-                ratios,
-                style,
-                color=color,
-                marker="o" if shown else None,
-                markersize=3.5,
-                linewidth=1.5 if shown else 1,
-                label=kind if shown else ("counted operations" if kind == "training step" else None),
+    for axes, (axis, rows) in zip(frames, record["axes"].items(), strict=True):
+        values = [row["value"] for row in rows]
+        for kind, color in (("training step", ACCENT), ("evaluation", SECOND)):
+            seconds, counted = (
+                [row[kind][what] / rows[0][kind][what] for row in rows] for what in ("seconds", "operations")
             )
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    shown = values if len(values) <= 4 else values[::2] if len(values) % 2 else values[1::2]
-    _doubling_axis(axes.xaxis, shown)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(value)))
-    axes.set_ylim(0.5, None)
-    bottom, top = axes.get_ylim()
-    _doubling_axis(
-        axes.yaxis, [2.0**power for power in range(0, 16, 1 if top < 40 else 2) if bottom <= 2**power <= top]
-    )
-    axes.set_xlabel(NAMES[axis])
-
-
-def _short(value: float) -> str:
-    """Return a short form of a number: 2k for 2000."""
-    return f"{value:g}" if value % 1000 else f"{value / 1000:g}k"
+            axes.plot(values, seconds, "-", color=color, marker="o", markersize=3.5, linewidth=1.5, label=kind)
+            label = "counted operations" if kind == "training step" else None
+            axes.plot(values, counted, ":", color=color, linewidth=1, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        _doubling_axis(axes.xaxis, values if len(values) <= 4 else values[::2] if len(values) % 2 else values[1::2])
+        short = FuncFormatter(lambda value, _: f"{value:g}" if value % 1000 else f"{value / 1000:g}k")
+        axes.xaxis.set_major_formatter(short)
+        axes.set_ylim(0.5, None)
+        bottom, top = axes.get_ylim()
+        powers = range(0, 16, 1 if top < 40 else 2)
+        _doubling_axis(axes.yaxis, [2.0**power for power in powers if bottom <= 2**power <= top])
+        axes.set_xlabel(NAMES[axis])
+    frames[0].set_ylabel("time, relative to the first")
+    figure.legend(*frames[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
 
 
 def draw_training_memory(figure: Figure, record: Record) -> None:
