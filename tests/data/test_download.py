@@ -18,7 +18,7 @@ import pytest
 import txl
 from txl.data import benchmarks, public
 from txl.data.benchmarks import Benchmark, Download
-from txl.data.download import fetch
+from txl.data.public import fetch
 from txl.errors import UserError
 
 TEXT = b"".join(b"line %d of the corpus, with some words in it\n" % number for number in range(3000))
