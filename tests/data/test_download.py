@@ -202,6 +202,18 @@ def test_another_place_is_tried_when_the_first_fails(server, tmp_path):
         fetch((*route(server, None), *route(server, None, "mirror2.zip")), tmp_path, quiet=True)
 
 
+def test_without_a_published_hash_the_first_download_is_recorded_and_said(server, tmp_path, capsys):
+    content = zipped()
+    server.answers = [whole(content)]
+    fetch(route(server, None), tmp_path)
+    digest = hashlib.sha256(content).hexdigest()
+    assert f"no published hash of tiny.zip is known; recorded sha256 {digest}" in capsys.readouterr().err
+    (tmp_path / "tiny.zip").unlink()
+    server.answers = [whole(zipped(b"something else"))]
+    with pytest.raises(UserError, match=digest):
+        fetch(route(server, None), tmp_path, quiet=True)
+
+
 @pytest.fixture
 def tiny(server, monkeypatch) -> Benchmark:
     """A corpus of one file, which the local server offers."""

@@ -23,7 +23,7 @@ from txl.data.progress import progress_bar, say
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import Field, UserError
-from txl.files import JsonObject, follow_umask, reason_of
+from txl.files import JsonObject, file_sha256, follow_umask, reason_of, write_whole
 
 _TRIES = 3
 TIMEOUT = 30.0  # seconds without received data after which an attempt is given up
@@ -229,8 +229,9 @@ def _fetch_file(file: Download, folder: Path, quiet: bool, timeout: float) -> No
     import pooch
 
     pooch.get_logger().setLevel("WARNING")  # this module prints what pooch would log at the level "INFO"
-    name, url = file.file_name, file.url
-    files = pooch.create(folder, "", registry={name: file.hash}, urls={name: url}, retry_if_failed=_TRIES - 1)
+    name, url, record = file.file_name, file.url, folder / f"{file.file_name}.sha256"
+    known = file.hash or (f"sha256:{record.read_text().strip()}" if record.is_file() else None)
+    files = pooch.create(folder, "", registry={name: known}, urls={name: url}, retry_if_failed=_TRIES - 1)
     tell = functools.cache(say)  # once, not at each try
 
     def transfer(*to: Any, **options: Any) -> None:
@@ -247,3 +248,7 @@ def _fetch_file(file: Download, folder: Path, quiet: bool, timeout: float) -> No
 
     files.fetch(name, downloader=transfer)
     follow_umask(folder / name)
+    if known is None:  # no source publishes the hash: that of the first download is recorded
+        digest = file_sha256(folder / name)
+        write_whole(record, digest + "\n")
+        say(f"note: no published hash of {name} is known; recorded sha256 {digest}", quiet)
