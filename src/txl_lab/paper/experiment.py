@@ -20,9 +20,9 @@ from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
 from txl.data.lanes import LaneStream, shuffled
 from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
-from txl.evaluation.cache_tuning import tune_cache_with
 from txl.evaluation.perplexity import evaluate_with
 from txl.evaluation.stream import Settings
+from txl.evaluation.tuning import tune_cache_with
 from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.runs.directory import RunDirectory
