@@ -197,7 +197,7 @@ def test_no_temperature_is_too_low_and_damaged_weights_are_named(model):
         ({"top_k": 2.5}, "top_k is 2.5; expected a whole number"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": "1"}, "top_p is 1"),
+        ({"top_p": "1"}, "top_p is '1'"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": None}, "temperature is none"),
         ({"stop": [""]}, "a stop string is empty"),
