@@ -30,14 +30,14 @@ class BuildWithLibraries(build_py):
             return
         if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
             raise SystemExit("TXL_LIBRARIES: libraries are made for Linux on x86-64 alone; unset it")
-        sources, prebuilt, compiling = (run_file(name) for name in ("sources", "prebuilt", "compiling"))
+        sources, compiling = run_file("sources"), run_file("compiling")
         try:
             texts, compiler = sources["cpp_sources"](), compiling["find_compiler"]()
         except ValueError as error:
             raise SystemExit(f"TXL_LIBRARIES: {error}") from None
-        for processor in prebuilt["PROCESSORS"]:
+        for processor in compiling["PROCESSORS"]:
             with tempfile.TemporaryDirectory() as scratch:
-                made = Path(scratch) / prebuilt["library_name"](processor, texts)
+                made = Path(scratch) / compiling["library_name"](processor, texts)
                 flags = compiling["compiler_flags"](*processor.flags)
                 compiling["compile_library"](compiler, flags, texts, made, own_openmp=False)
                 self.copy_file(str(made), str(Path(self.build_lib) / "txl" / "native" / made.name))

@@ -42,6 +42,7 @@ _LEFT_OUT = ("parameters", "status", "backprop len")
 
 
 def records(results: Path) -> dict[str, Record]:
+    """Return the records of the tables by name, table1 first."""
     paths = sorted(results.glob("reproduce-table*.json"), key=lambda path: int(path.stem.split("-")[1][5:]))
     return {path.stem: read_record(results, path.stem) for path in paths}
 
@@ -166,6 +167,7 @@ def chosen(tuned: Any) -> str:
 
 
 def made(stem: str, record: Record) -> str:
+    """Return the line that states the source of the numbers."""
     command = record["command"] if isinstance(record["command"], str) else shlex.join(record["command"])
     line = f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
     measured = ((int(seed), each) for row in record["output"]["rows"] for seed, each in row["seeds"].items())
@@ -173,6 +175,7 @@ def made(stem: str, record: Record) -> str:
 
 
 def taken(origin: Record, seeds: list[int]) -> str:
+    """Return the line that states where seeds that a record took from another one were measured."""
     arithmetic, processor = origin["dtype"] or "float32", origin["hardware"]["cpu"]
     commit = f"commit {origin['commit'][:7]}, {origin['date']}, " if "commit" in origin else ""
     return f"Measured before: {named_seeds(seeds)}, {commit}in {arithmetic} on {processor}.\n"
@@ -186,6 +189,7 @@ def plotted(output: Record) -> list[tuple[str, list[float]]]:
 
 
 def plots(output: Record, folder: Path) -> list[tuple[str, RecordedPlot]]:
+    """Return the plots of a table with descriptions: every seed's result, and Figure 4 for Table 8."""
     rows, by_group = plotted(output), curves(output) if output["what"] == "table8" else {}
     found = []
     if rows:
@@ -199,6 +203,7 @@ def plots(output: Record, folder: Path) -> list[tuple[str, RecordedPlot]]:
 
 
 def draw_seeds(output: Record, figure: Figure) -> None:
+    """Draw the values of all seeds, one line per row."""
     axes = figure.add_subplot()
     rows = plotted(output)
     every = [value for _, values in rows for value in values]
@@ -232,6 +237,7 @@ def curves(output: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 
 def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure: Figure) -> None:
+    """Draw perplexity against context length, with axes of its own for each group of models."""
     for axes, models in zip(figure.subplots(1, len(by_group), squeeze=False).flat, by_group.values(), strict=True):
         for (key, points), color in zip(models.items(), itertools.cycle((ACCENT, SECOND, INK, SOFT))):
             axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=2, linewidth=1.2, label=key)
@@ -246,26 +252,37 @@ def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure:
     figure.axes[0].set_ylabel("perplexity, test split")
 
 
-def made_from(results: Path) -> tuple[str, str, list[RecordedPlot]]:
-    """Return the page as it is, and the page and the plots that the records give."""
-    found, page = records(results), (results / "README.md").read_text(encoding="utf-8")
+def text(results: Path) -> str:
+    """Return the generated part of the page, which stands between the marks."""
+    found = records(results)
+    return "\n".join([claims(found), "\n## The paper's tables\n", *(section(*each) for each in found.items())])
+
+
+def current(results: Path) -> tuple[str, str]:
+    """Return the current page, and the page that the records give."""
+    page = (results / "README.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
-    parts = [claims(found), "\n## The paper's tables\n", *(section(*record) for record in found.items())]
-    wanted = f"{before}{BEGIN}\n\n{chr(10).join(parts)}\n{END}{rest.partition(END)[2]}"
-    figures = [plot for record in found.values() for _, plot in plots(record["output"], results / "figures")]
-    return page, wanted, figures
+    _, _, after = rest.partition(END)
+    return page, f"{before}{BEGIN}\n\n{text(results)}\n{END}{after}"
+
+
+def all_plots(results: Path) -> list[RecordedPlot]:
+    """Return the plots of all tables."""
+    outputs = [record["output"] for record in records(results).values()]
+    return [plot for output in outputs for _, plot in plots(output, results / "figures")]
 
 
 def check(results: Path = RESULTS) -> list[str]:
-    page, wanted, figures = made_from(results)
+    """Return the names of the files that do not match the records."""
+    page, wanted = current(results)
     wrong = [] if page == wanted else ["README.md"]
-    return wrong + [plot.path.name for plot in figures if not plot.is_current]
+    return wrong + [plot.path.name for plot in all_plots(results) if not plot.is_current]
 
 
 def write(results: Path = RESULTS) -> None:
-    _, wanted, figures = made_from(results)
-    (results / "README.md").write_text(wanted, encoding="utf-8")
-    for plot in figures:
+    """Write the generated part of the page, and the plots."""
+    (results / "README.md").write_text(current(results)[1], encoding="utf-8")
+    for plot in all_plots(results):
         plot.write()
 
 

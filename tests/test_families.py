@@ -103,12 +103,6 @@ def test_options_that_cross_families_convert_the_model():
     assert run.model.mem_len == 7
 
 
-def test_an_option_that_does_nothing_is_refused_even_where_a_file_may_have_it():
-    assert with_options(RunConfig(), {"model.max_segment": "512"}) == RunConfig()
-    with pytest.raises(UserError, match=r"model\.max_segment is 64, but model\.encoding is relative"):
-        with_options(RunConfig(), {"model.max_segment": "64"})
-
-
 def test_a_script_cannot_set_what_a_family_lacks_nor_leave_its_family():
     model: Any = txl.preset("ptb-awd-lstm").model
     assert (model.mem_len, model.window, model.clamp_len) == (0, None, None)
@@ -218,13 +212,8 @@ def test_help_shows_the_family_s_fields_alone(words, lacking, capsys, monkeypatc
     assert "n-layer" in shown
 
 
-_SERVES_ONE = {
-    "generation/engine.py",
-    "interop/export_run.py",
-    "minutes/rule.py",
-}
+_SERVES_ONE = {"generation/engine.py", "interop/export_run.py", "minutes/rule.py"}
 _KNOWS_ONE = {
-    "attention/backends.py",  # the encodings that a backend computes
     "commands/recl.py",  # the context length in training
     "training/compilation.py",  # models and states that a CUDA graph can replay
 }

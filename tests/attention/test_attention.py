@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from txl.attention import KeyScope, Operands, reference_attention, shifted_attention
+from txl.attention.equations import distances_farthest_first, sinusoid
 from txl.attention.shifted import masked_scores
 
 # (B, T, M, H, D, window, filled)
@@ -95,22 +96,14 @@ def test_shifted_equals_reference_at_any_shape(B, T, M, H, D, window, data):
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_float32_and_bfloat16_stay_close_to_float64():
-    scope = KeyScope(31, 29)
-    exact = reference_attention(arguments(2, 17, 31, 3, 13), scope)
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 5e-2)):
-        found = shifted_attention(arguments(2, 17, 31, 3, 13, dtype=dtype), scope)
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_gradients_in_low_precision_stay_close_to_float64(dtype, tolerance):
+def test_low_precision_stays_close_to_float64(dtype, tolerance):
     scope = KeyScope(31, 29)
     args, low = arguments(2, 17, 31, 3, 13), arguments(2, 17, 31, 3, 13, dtype=dtype)
-    exact = torch.autograd.grad(reference_attention(args, scope).sum(), args)
-    found = torch.autograd.grad(shifted_attention(low, scope).sum(), low)
-    for ours, theirs in zip(found, exact, strict=True):
+    exact, found = reference_attention(args, scope), shifted_attention(low, scope)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=tolerance)
+    for ours, theirs in zip(torch.autograd.grad(found.sum(), low), torch.autograd.grad(exact.sum(), args), strict=True):
         assert ((ours.double() - theirs).norm() / theirs.norm()).item() < tolerance
 
 
@@ -161,3 +154,32 @@ def test_gradient_under_dropout_is_that_of_finite_differences():
         return shifted_attention(Operands(*leaves), KeyScope(2, 4), 0.4)
 
     assert torch.autograd.gradcheck(fixed_mask, args)
+
+
+def test_distances_run_from_the_farthest_to_zero_and_stop_at_the_clamp():
+    assert distances_farthest_first(5, None).tolist() == [4, 3, 2, 1, 0]
+    assert distances_farthest_first(5, 2).tolist() == [2, 2, 2, 1, 0]
+    assert distances_farthest_first(3, 0).tolist() == [0, 0, 0]
+
+
+def test_sinusoid_has_all_sines_first_then_all_cosines():
+    row = sinusoid(torch.tensor([7]), 6, torch.float64)[0].tolist()
+    angles = [7 / 10000 ** (2 * k / 6) for k in range(3)]
+    expected = [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+    assert all(math.isclose(found, want, abs_tol=1e-14) for found, want in zip(row, expected, strict=True))
+
+
+def test_a_float32_model_has_the_authors_sinusoid_to_the_last_bit():
+    """The authors' code: inv_freq = 1 / 10000 ** (arange(0, d, 2.0) / d), outer product, sin, cos; all in float32."""
+    distances = torch.arange(3800, -1, -1.0)
+    inv_freq = 1 / (10000 ** (torch.arange(0.0, 512, 2.0) / 512))
+    angles = torch.ger(distances, inv_freq)
+    theirs = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    assert torch.equal(sinusoid(distances_farthest_first(3801, None), 512, torch.float32), theirs)
+
+
+def test_sinusoid_has_the_dtype_of_the_model_but_is_never_computed_below_float32():
+    distances = distances_farthest_first(3001, None)
+    low = sinusoid(distances, 14, torch.bfloat16)
+    assert low.dtype == torch.bfloat16
+    assert torch.equal(low, sinusoid(distances, 14, torch.float32).bfloat16())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 import torch
+from tests.conftest import small_run
 from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
 
 from txl.attention import BACKENDS, AttentionRefused, attention_backend, attention_note
@@ -21,6 +21,7 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 from txl.native.build import compiled_code, why_not
+from txl.training.trainer import Trainer
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
 """A configuration that `flex` supports."""
@@ -96,8 +97,7 @@ def test_an_unknown_name_is_refused():
     unknown = dataclasses.replace(PLAIN)
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(
-        UserError,
-        match=r"flash; expected one of auto, fastest, .*reference, shifted, compiled, triton, flex",
+        UserError, match=r"flash; expected one of auto, fastest, .*reference, shifted, compiled, triton, flex"
     ):
         attention_backend(unknown)
 
@@ -142,12 +142,7 @@ def test_flex_attention_trains_on_a_gpu_alone_but_is_read_everywhere():
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"clamp_len": 3, "window": 6, "untie_r": True},
-        {"encoding": "shaw", "max_distance": 5},
-        {"qk_norm": True},
-    ],
+    [{}, {"clamp_len": 3, "window": 6, "untie_r": True}, {"encoding": "shaw", "max_distance": 5}, {"qk_norm": True}],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "autocast"])
@@ -195,51 +190,24 @@ def test_a_dtype_that_attention_lacks_is_refused_before_the_text_is_read(
     words = ["train", preset, "--out", str(out), "--data.corpus", str(story), "--data-dir", str(data_dir)]
     assert main([*words, "--model.attention", name, "--train.dtype", "float64", "--device", "cpu"]) == 2
     said = capsys.readouterr().err
-    assert re.fullmatch(
-        rf"txl: error: --model.attention {re.escape(asked)} cannot train in torch.float64; set train.dtype to float32, "
-        r"or use --model.attention (shifted|auto)\n",
-        said,
-    )
+    assert f"--model.attention {asked} cannot train in torch.float64" in said
     assert not out.exists()
 
 
 def test_a_forced_backend_trains_and_is_logged(story, data_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    small = {
-        "n-layer": 1,
-        "d-model": 16,
-        "n-head": 2,
-        "d-head": 8,
-        "d-inner": 16,
-        "mem-len": 8,
-        "dropout": 0,
-        "dropatt": 0,
-    }
-    words = ["train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(story), "--data-dir", str(data_dir)]
-    words += [word for name, value in small.items() for word in (f"--model.{name}", str(value))]
-    words += ["--train.steps", "3", "--train.segment", "8", "--train.batch-size", "2", "--train.eval-every", "0"]
-    assert main([*words, "--train.warmup-steps", "0", "--model.attention", "reference", "--device", "cpu"]) == 0
+    options = {"model.dropout": "0", "model.dropatt": "0", "train.steps": "3", "train.eval_every": "0"}
+    run = small_run(str(story), **options, **{"model.attention": "reference"})
+    Trainer(run, tmp_path, data_dir=data_dir, device="cpu").fit()
     assert "reference attention on cpu" in capsys.readouterr().err
-    start = json.loads((out / "log.jsonl").read_text().splitlines()[0])
+    start = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])
     assert (start["event"], start["attention"]) == ("start", "reference")
 
 
-@pytest.mark.parametrize(
-    ("why", "message"),
-    [
-        ("cannot train on cuda, only on cpu", "cannot train on cuda, only on cpu; use model.attention auto"),
-        (
-            "cannot train in torch.float16; set train.dtype to float32",
-            "cannot train in torch.float16; set train.dtype to float32, or use model.attention auto",
-        ),
-    ],
-)
-def test_another_backend_is_the_last_remedy_of_a_refusal(why, message):
-    refusal = AttentionRefused("compiled", why, "auto")
-    assert str(refusal) == f"model.attention compiled {message}"
-    assert refusal.reason == f"model.attention compiled {why}"
+def test_a_refusal_names_another_backend_and_can_be_pickled():
+    refusal = AttentionRefused("compiled", "cannot train on cuda, only on cpu", "auto")
+    assert refusal.reason == "model.attention compiled cannot train on cuda, only on cpu"
     again = pickle.loads(pickle.dumps(refusal))
-    assert (str(again), again.reason) == (str(refusal), refusal.reason)
+    assert str(again) == str(refusal) == f"{refusal.reason}; use model.attention auto"
 
 
 def test_the_documentation_says_what_the_declarations_say():
@@ -248,7 +216,6 @@ def test_the_documentation_says_what_the_declarations_say():
     told = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in BACKENDS}
     for name, each in BACKENDS.items():
         where = "everything"
-        if each.devices is not None:
-            (device,) = each.devices
-            where = f"{device.upper()}, float32 and bfloat16"
+        if each.device is not None:
+            where = f"{each.device.upper()}, float32 and bfloat16"
         assert told[name] == [where, *3 * ["no" if each.factorises else "yes"]]

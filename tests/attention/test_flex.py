@@ -5,10 +5,9 @@ FlexAttention has gradients on a GPU alone, so that on a CPU plain attention wit
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
-from typing import Any
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,29 +15,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attention.test_attention import SHAPES
 
-from txl.attention import KeyScope, Operands, reference_attention
+from txl.attention import KeyScope, Operands, flex, reference_attention
 from txl.attention.equations import distances_farthest_first, sinusoid
-from txl.attention.flex import TOLERANCE, FlexKernel, PhaseBasis, PhaseTables
 
 CPU = torch.device("cpu")
 
 
-class DenseKernel(FlexKernel):
-    """Attention with a mask of all keys."""
+@contextmanager
+def dense(wanted: bool = True):
+    """Attention with a mask of all keys instead of FlexAttention."""
 
-    def mask(self, scope, n_query, n_lane, device) -> Any:
+    def mask_of(scope, n_query, n_lane, device):
         mask = scope.mask(n_query, device)
         return mask if mask.dim() == 2 else mask[:, None]
 
-    def attend(self, query, key, value, mask: Any, scale):
-        scores = (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf)
-        return scores.softmax(dim=-1) @ value
+    def attend(query, key, value, mask, scale):
+        return (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -math.inf).softmax(dim=-1) @ value
 
-
-def tables_of(kernel, d_model):
-    tables = PhaseTables(d_model)
-    tables.kernel = kernel
-    return tables
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            patch.setattr(flex, "block_mask", mask_of)
+            patch.setattr(flex, "fused_attention", attend)
+        yield
 
 
 @dataclasses.dataclass
@@ -69,19 +67,18 @@ class Case:
         position = (r @ weight.T).view(self.M + self.T, self.H, self.D)
         return reference_attention(Operands(query, key, value, position, u, v), self.scope)
 
-    def factorised(self, inputs, kernel=None, capacity=0, device=CPU):
-        phases = tables_of(kernel or DenseKernel(), self.E).phases(
-            self.scope, self.T, self.B, capacity, inputs[0].dtype, device
-        )
-        return phases.attend(*inputs)
+    def factorised(self, inputs, fused=False, capacity=0, device=CPU):
+        with dense(not fused):
+            tables = flex.PhaseTables(self.E)
+            return tables.phases(self.scope, self.T, self.B, capacity, inputs[0].dtype, device).attend(*inputs)
 
     def inputs_in(self, dtype=torch.float64, device=CPU, grad=True):
         return [each.to(device, dtype).requires_grad_(grad) for each in self.inputs]
 
-    def errors(self, dtype=torch.float64, kernel=None, capacity=0, device=CPU):
+    def errors(self, dtype=torch.float64, fused=False, capacity=0, device=CPU):
         """Return the errors of the output and all gradients by name, relative to the largest entry of each tensor."""
         ours, theirs = self.inputs_in(dtype, device), self.inputs_in()
-        found, expected = self.factorised(ours, kernel, capacity, device), self.exact(theirs)
+        found, expected = self.factorised(ours, fused, capacity, device), self.exact(theirs)
         assert found.dtype == dtype
         upstream = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         grads = torch.autograd.grad(found, ours, upstream.to(device, dtype))
@@ -113,7 +110,7 @@ def test_equals_reference_at_any_shape(B, T, M, H, D, E, window, slack, data):
 
 def test_where_far_fewer_directions_than_features_are_needed():
     case = Case(1, 53, 103, 2, 13, 254)
-    assert PhaseBasis.over(156, 254).directions.shape == (254, 64)
+    assert flex.phase_basis(156, 254).shape == (254, 64)
     found = case.errors()
     assert all(error < 1e-11 for error in found.values()), str(found)
 
@@ -134,20 +131,19 @@ def test_low_precision_stays_close_to_float64(dtype, tolerance):
     ],
 )
 def test_the_rank_and_what_the_projection_leaves_out(n_position, d_model, rank):
-    basis = PhaseBasis.over(n_position, d_model)
-    B = basis.directions
+    B = flex.phase_basis(n_position, d_model)
     assert B.shape == (d_model, rank)
     torch.testing.assert_close(B.T @ B, torch.eye(rank, dtype=torch.float64), rtol=0, atol=1e-12)
     positions = torch.arange(n_position, dtype=torch.float64) - n_position // 2
     psi = sinusoid(positions, d_model, torch.float64)
     left_out = (psi - psi @ B @ B.T).norm(dim=1).max() / math.sqrt(d_model / 2)
-    assert left_out < TOLERANCE + 1e-14
+    assert left_out < flex.TOLERANCE + 1e-14
 
 
 def test_the_bound_on_a_score_holds():
-    """The error of a score, |q . W R - phi . B B^T psi|, is at most TOLERANCE sqrt(E/2) |p|, plus rounding."""
+    """The error of a score, |q . W R - phi . B B^T psi|, is at most flex.TOLERANCE sqrt(E/2) |p|, plus rounding."""
     n_position, d_model = 389, 254
-    B = PhaseBasis.over(n_position, d_model).directions
+    B = flex.phase_basis(n_position, d_model)
     p = torch.randn(d_model, dtype=torch.float64)
     p_s, p_c = p.chunk(2)
     middle = n_position // 2
@@ -156,14 +152,14 @@ def test_the_bound_on_a_score_holds():
     phi = torch.cat([p_c * sin - p_s * cos, p_s * sin + p_c * cos])
     exact = sinusoid(distances_farthest_first(n_position, None), d_model, torch.float64) @ p
     rounding = 1e-11
-    assert ((psi @ B) @ (B.T @ phi) - exact).abs().max() < TOLERANCE * math.sqrt(d_model / 2) * p.norm() + rounding
+    assert ((psi @ B) @ (B.T @ phi) - exact).abs().max() < flex.TOLERANCE * math.sqrt(d_model / 2) * p.norm() + rounding
 
 
 def test_one_basis_serves_every_length_up_to_its_own():
-    tables = tables_of(DenseKernel(), 30)
+    tables = flex.PhaseTables(30)
     for M, T in ((0, 5), (5, 5), (11, 3), (2, 7), (40, 3)):  # the last one needs a new basis
         case = Case(1, T, M, 2, 3, 30)
-        with torch.no_grad():
+        with torch.no_grad(), dense():
             found = tables.phases(case.scope, T, 1, 13, torch.float64, CPU).attend(*case.inputs)
             torch.testing.assert_close(found, case.exact(case.inputs), rtol=0, atol=1e-11)
 
@@ -175,21 +171,15 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 @pytest.mark.parametrize(("B", "T", "M", "H", "D", "window", "filled"), SHAPES)
 def test_flex_attention_equals_reference_without_gradients(B, T, M, H, D, window, filled):
     case = Case(B, T, M, H, D, 22, window, filled)
-    found = case.factorised(case.inputs, FlexKernel())
+    found = case.factorised(case.inputs, fused=True)
     torch.testing.assert_close(found, case.exact(case.inputs), rtol=0, atol=1e-11)
 
 
 @UNCOMPILED
 def test_flex_attention_over_several_blocks_of_its_mask():
     case = Case(2, 149, 211, 2, 5, 38, 131, (211, 97))
-    found = case.factorised(case.inputs, FlexKernel())
+    found = case.factorised(case.inputs, fused=True)
     torch.testing.assert_close(found, case.exact(case.inputs), rtol=0, atol=1e-11)
-
-
-def test_a_copied_kernel_compiles_for_itself():
-    kernel = FlexKernel()
-    kernel._compiled = print
-    assert copy.deepcopy(kernel)._compiled is None
 
 
 @pytest.mark.gpu
@@ -199,5 +189,5 @@ def test_a_copied_kernel_compiles_for_itself():
 @pytest.mark.parametrize(("window", "filled"), [(None, None), (131, None), (131, (211, 97))])
 def test_on_a_gpu_outputs_and_gradients_equal_reference(dtype, tolerance, window, filled):
     case = Case(2, 149, 211, 2, 64, 254, window, filled)
-    found = case.errors(dtype, FlexKernel(), device=torch.device("cuda"))
+    found = case.errors(dtype, fused=True, device=torch.device("cuda"))
     assert all(error < tolerance for error in found.values()), str(found)

@@ -1,16 +1,18 @@
-"""The adaptive softmax against PyTorch's adaptive softmax, and the tables, projections and bounds of its clusters."""
+"""The adaptive softmax against PyTorch's, its clusters, and the mixture of softmaxes against its equation."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import nn
 
-from txl.config import TransformerXLConfig
+from txl.config import RecurrentConfig, TransformerXLConfig
 from txl.errors import UserError
-from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, cluster_bounds, cluster_widths
+from txl.models import build_model
+from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, MixtureOfSoftmaxes, cluster_bounds
 
 V, E = 31, 12
 
@@ -90,10 +92,64 @@ def test_losses_stay_in_their_places_whatever_the_order_of_targets():
     torch.testing.assert_close(shuffled, softmax.nll(hidden, targets, embedding)[order], rtol=0, atol=1e-13)
 
 
-def test_bounds_and_widths():
+def test_bounds():
     assert cluster_bounds(10, ()) == [(0, 10)]
     assert cluster_bounds(10, (3, 7)) == [(0, 3), (3, 7), (7, 10)]
-    assert cluster_widths(16, 4, 3) == [16, 4, 1]
     for cutoffs in ((3, 3), (0, 5), (5, 3), (10,), (-1,)):
-        with pytest.raises(UserError, match="increase strictly"):
+        with pytest.raises(UserError, match="increasing numbers"):
             cluster_bounds(10, cutoffs)
+
+
+WORDS, LANES, TOKENS = 17, 2, 5
+LSTM = RecurrentConfig(kind="lstm", n_layer=2, d_model=6, d_hidden=10, d_last=8, dropout=0.0, n_softmax=3)
+ON = {
+    "lstm": LSTM,
+    "transformer-xl": TransformerXLConfig(
+        n_layer=1, d_model=6, n_head=2, d_head=3, d_inner=7, dropout=0.0, n_softmax=3
+    ),
+    "adaptive": dataclasses.replace(LSTM, cutoffs=(4, 9), div_val=2),
+}
+
+
+@pytest.fixture(params=ON)
+def model(request):
+    torch.manual_seed(0)
+    made = build_model(ON[request.param], WORDS).double().eval()
+    for parameter in made.parameters():
+        parameter.data.normal_(0.0, 0.5)
+    return made
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(WORDS, (LANES, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def test_the_equation_written_out(model):
+    hidden, _ = model.hidden_states(tokens(), model.init_state(LANES))
+    mixture, width = model.mixture, model.config.d_model
+    assert isinstance(mixture, MixtureOfSoftmaxes)
+    expected = torch.zeros(LANES, TOKENS, WORDS, dtype=torch.float64)
+    for lane in range(LANES):
+        for place in range(TOKENS):
+            h = hidden[lane, place]
+            scores = [math.exp((mixture.prior.weight[k] @ h).item()) for k in range(3)]
+            for k in range(3):
+                rows = slice(k * width, (k + 1) * width)
+                h_k = torch.tanh(mixture.latent.weight[rows] @ h + mixture.latent.bias[rows])
+                part = model.softmax.log_probs(h_k[None], model.embedding)[0].exp()
+                expected[lane, place] += scores[k] / sum(scores) * part
+    log_probs, _ = model.log_probs(tokens(), model.init_state(LANES))
+    torch.testing.assert_close(log_probs.exp(), expected, rtol=0, atol=1e-12)
+    targets = tokens().flip(1)
+    nll, _ = model.nll(tokens(), targets, model.init_state(LANES))
+    torch.testing.assert_close(nll, -log_probs.gather(-1, targets[..., None]).squeeze(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(LANES, TOKENS, dtype=torch.float64))
+
+
+def test_every_weight_learns_and_dropout_of_the_parts_is_its_own():
+    config = dataclasses.replace(LSTM, dropout_latent=0.5)
+    model = build_model(config, WORDS).double().train()
+    loss, _ = model.training_loss(tokens(), tokens().flip(1), model.init_state(LANES))
+    assert all(each.abs().sum() > 0 for each in torch.autograd.grad(loss, list(model.parameters())))
+    losses = [model.training_loss(tokens(), tokens(), model.init_state(LANES))[0] for _ in range(2)]
+    assert losses[0] != losses[1]

@@ -10,6 +10,7 @@ import dataclasses
 import jaxtyping
 import pytest
 import torch
+from tests.models.test_contract import VARIANTS
 from torch import Tensor
 
 from txl.config import ModelConfig, RecurrentConfig, TransformerXLConfig, VanillaConfig, as_family
@@ -17,6 +18,7 @@ from txl.errors import UserError
 from txl.models import build_model
 from txl.models.cache import ContinuousCache
 from txl.models.family import FamilyModel
+from txl.models.language_model import LanguageModel
 
 V, B, LENGTH = 17, 3, 12
 TRANSFORMER = TransformerXLConfig(n_layer=2, d_model=10, n_head=2, d_head=6, d_inner=14, mem_len=LENGTH, dropout=0.2)
@@ -24,7 +26,7 @@ VANILLA = dataclasses.replace(as_family(TRANSFORMER, VanillaConfig), max_segment
 LSTM = RecurrentConfig(kind="lstm", n_layer=3, d_model=10, d_hidden=14, dropout=0.2)
 AWD = {"weight_drop": 0.5, "locked_dropout": True, "dropout_words": 0.1, "activation_reg": 2.0, "temporal_reg": 1.0}
 CARRYING = {
-    "transformer-xl": TRANSFORMER,
+    **{name: dataclasses.replace(config, mem_len=LENGTH) for name, config in VARIANTS.items()},
     "transformer-xl, mixture of softmaxes": dataclasses.replace(TRANSFORMER, n_softmax=3),
     "lstm": LSTM,
     "awd-lstm": dataclasses.replace(LSTM, **AWD),
@@ -58,6 +60,11 @@ def model(request) -> FamilyModel:
     return built(MODELS[request.param])
 
 
+@pytest.fixture(params=[*MODELS, "continuous cache"])
+def reader(request) -> LanguageModel:
+    return built(MODELS[request.param]) if request.param in MODELS else ContinuousCache(built(LSTM), 6, 0.5, 0.3)
+
+
 @pytest.fixture(params=CARRYING)
 def carrying(request) -> FamilyModel:
     return built(CARRYING[request.param])
@@ -68,7 +75,7 @@ def stream() -> tuple[Tensor, Tensor]:
     return both[:, :-1], both[:, 1:]
 
 
-def in_segments(model: FamilyModel, tokens: Tensor, targets: Tensor, segment: int) -> Tensor:
+def in_segments(model: LanguageModel, tokens: Tensor, targets: Tensor, segment: int) -> Tensor:
     state, parts = model.init_state(B), []
     for start in range(0, tokens.shape[1], segment):
         part, state = model.nll(tokens[:, start : start + segment], targets[:, start : start + segment], state)
@@ -121,23 +128,23 @@ def test_what_was_read_long_ago_still_counts(carrying):
     assert (after[:, -1] - before[:, -1]).abs().min() > 1e-12
 
 
-def test_causality_by_perturbation(model):
+def test_causality_by_perturbation(reader):
     tokens, targets = stream()
-    before = in_segments(model, tokens, targets, 5)
+    before = in_segments(reader, tokens, targets, 5)
     for position in (0, 4, 7, LENGTH - 1):
         changed = tokens.clone()
         changed[:, position] = (changed[:, position] + 1) % V
-        after = in_segments(model, changed, targets, 5)
+        after = in_segments(reader, changed, targets, 5)
         torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-12)
         assert (after[:, position] - before[:, position]).abs().min() > 1e-9
 
 
-def test_lanes_are_independent(model):
+def test_lanes_are_independent(reader):
     tokens, targets = stream()
-    before = in_segments(model, tokens, targets, 5)
+    before = in_segments(reader, tokens, targets, 5)
     changed = tokens.clone()
     changed[1] = (changed[1] + 1) % V
-    after = in_segments(model, changed, targets, 5)
+    after = in_segments(reader, changed, targets, 5)
     torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
     assert (after[1] - before[1]).abs().max() > 1e-6
 
@@ -148,7 +155,10 @@ def test_nll_is_the_target_s_entry_of_log_probs_which_sum_to_one(model):
     nll, _ = model.nll(tokens, targets, model.init_state(B))
     assert (log_probs.shape, nll.shape) == ((B, LENGTH, V), (B, LENGTH))
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(B, LENGTH, dtype=torch.float64), rtol=0, atol=1e-12)
-    torch.testing.assert_close(-log_probs.gather(-1, targets[..., None]).squeeze(-1), nll, rtol=0, atol=1e-10)
+    entries = -log_probs.gather(-1, targets[..., None]).squeeze(-1)
+    torch.testing.assert_close(entries, nll, rtol=0, atol=1e-10)
+    gradients = (torch.autograd.grad(losses.sum(), list(model.parameters())) for losses in (entries, nll))
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-9)
     at = torch.tensor([B * LENGTH - 1, 0, LENGTH])
     chosen = model.chosen_nll(tokens, at, targets.flatten()[at], model.init_state(B))
     torch.testing.assert_close(chosen, nll.flatten()[at], rtol=0, atol=1e-12)
@@ -166,7 +176,8 @@ def test_training_loss_is_the_mean_and_what_regularises_and_every_weight_has_a_g
     torch.autograd.grad(model.training_loss(tokens, targets, state)[0], list(model.parameters()))
 
 
-def test_a_state_is_a_value(model):
+def test_a_state_is_a_value(reader):
+    model = reader
     tokens, targets = stream()
     _, state = model.nll(tokens[:, :6], targets[:, :6], model.init_state(B))
     first, _ = model.nll(tokens[:, 6:], targets[:, 6:], state)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from txl.config import TransformerXLConfig
 from txl.models import build_model
-from txl.models.cross_entropy import linear_cross_entropy
+from txl.models.loss import linear_cross_entropy
 
 N, V, E = 23, 31, 7
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import txl
-from txl.config import TransformerConfig, TransformerXLConfig
+from txl.config import TransformerXLConfig
 from txl.models import build_model
-from txl.models.layers import LockedDropout, word_mask
+from txl.models.layers import LockedDropout
 
 SHAPE = TransformerXLConfig(
     n_layer=2, d_model=16, n_head=2, d_head=8, d_inner=24, mem_len=6, dropout=0.5, dropout_qkv=0.5, locked_dropout=True
@@ -88,13 +88,6 @@ def test_a_dropped_word_is_dropped_wherever_it_stands():
     assert torch.equal(entered[1], plain)
 
 
-def test_words_are_dropped_at_their_rate():
-    torch.manual_seed(0)
-    mask = word_mask(20_000, 0.2, torch.device("cpu"))
-    assert abs((mask == 0).float().mean().item() - 0.2) < 0.01
-    assert mask.max().item() == pytest.approx(1.25)
-
-
 def test_dropped_words_are_still_predicted():
     """The softmax shares the table of the embedding, but word dropout applies only to the input."""
     torch.manual_seed(0)
@@ -107,39 +100,23 @@ def test_dropped_words_are_still_predicted():
     torch.testing.assert_close(found, log_probs)
 
 
-WITH_WORD_DROPOUT = [
-    name
-    for name in txl.presets()
-    if isinstance(model := txl.preset(name).model, TransformerConfig) and model.dropout_words > 0
-]
-
-
-def _gradient_norm(model, tokens, state):
-    model.zero_grad()
-    loss, state = model.training_loss(tokens[:, :-1], tokens[:, 1:], state)
-    loss.backward()
-    return float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))), state
-
-
-@pytest.mark.parametrize("name", WITH_WORD_DROPOUT)
-def test_a_word_dropped_without_memory_does_not_explode_the_gradient(name):
+def test_a_word_dropped_without_memory_does_not_explode_the_gradient():
     """In the first step, and after lanes have been emptied: such a word was exactly 0 in all layers.
 
     Half of the words are dropped, so that every seed drops a first word.
     """
-    model = build_model(dataclasses.replace(txl.preset(name).model, dropout_words=0.5, cutoffs=()), 53).train()
+    config = dataclasses.replace(txl.preset("ptb-small").model, dropout_words=0.5, cutoffs=())
+    model = build_model(config, 53).train()
     for seed in range(1, 9):
         torch.manual_seed(seed)
         model.init_weights()
-        tokens = torch.randint(53, (5, 8))
-        norm, state = _gradient_norm(model, tokens, model.init_state(5))
-        assert norm < 100
-        norm, _ = _gradient_norm(model, tokens, state.reset(torch.arange(5) % 2 == 0))
-        assert norm < 100
-
-
-def test_presets_with_word_dropout_are_known():
-    assert {"ptb", "ptb-small", "wikitext-2", "wikitext-2-ablation-no-memory"} <= set(WITH_WORD_DROPOUT)
+        tokens, state = torch.randint(53, (5, 8)), model.init_state(5)
+        for _ in range(2):
+            model.zero_grad()
+            loss, state = model.training_loss(tokens[:, :-1], tokens[:, 1:], state)
+            loss.backward()
+            assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))) < 100
+            state = state.reset(torch.arange(5) % 2 == 0)
 
 
 @pytest.mark.parametrize("mem_len", [0, 6])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from tests.models.test_contract import EXACT, LENGTH, VARIANTS, B, V, lively, stream
+from tests.models.test_contract import EXACT, LENGTH, SMALL, VARIANTS, B, V, lively, stream
 from torch import Tensor
 
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL
@@ -41,17 +42,6 @@ def test_the_same_as_through_hidden_states(model, lengths, segment):
             found, state = read(model, tokens, segment, model.init_state(B, **lengths))
         assert state.projections is not None
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_the_same_in_float32_over_many_segments():
-    model = lively(VARIANTS["untied biases"], torch.float32)
-    lengths = {"mem_len": 40, "window": 41, "clamp_len": 30}
-    tokens = torch.randint(V, (1, 2000))
-    expected, _ = read(model, tokens, 50, model.init_state(1, **lengths))
-    for segment in (1, 7, 128):
-        with torch.inference_mode():
-            found, _ = read(model, tokens, segment, model.init_state(1, **lengths))
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def projected_positions(monkeypatch) -> list[int]:
@@ -161,24 +151,6 @@ def test_train_evaluate_train_evaluate():
         assert (found - before).abs().max() > 1e-3, round_
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "half", "other weights"])
-def test_every_change_of_the_weights_is_noticed(change, monkeypatch):
-    model = lively(VARIANTS["pre-norm"])
-    tokens = stream()[0]
-    with torch.no_grad():
-        _, state = read(model, tokens[:, :9], 3, model.init_state(B))
-        rows = projected_positions(monkeypatch)
-        if change == "load_state_dict":
-            model.load_state_dict({name: 1.1 * each for name, each in model.state_dict().items()})
-        elif change == "half":
-            model.to(torch.bfloat16)
-        else:
-            norm = model.get_submodule("layers.0.attention.norm")
-            norm.weight = torch.nn.Parameter(torch.ones(10, dtype=torch.float64))
-        model.log_probs(tokens[:, 9:12], state)
-    assert rows.count(7) == model.config.n_layer
-
-
 def test_gradients_flow_through_a_memory_that_was_read_without():
     model = lively(VARIANTS["post-norm"])
     tokens, targets = stream()
@@ -238,3 +210,36 @@ def test_autocast_s_projections_are_not_taken_for_float32_s():
         found, _ = read(model, tokens[:, 9:], 3, state)
         expected, _ = read(model, tokens[:, 9:], 3, dataclasses.replace(state, projections=None))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+WINDOW = 14
+
+
+def losses_and_sizes(model, tokens, segment):
+    """Return the losses of a stream [1,L+1], and the size in bytes of all buffers of the state after every segment."""
+    state, losses, sizes = model.init_state(1, mem_len=WINDOW - 1, window=WINDOW), [], []
+    for start in range(0, tokens.shape[1] - 1, segment):
+        part = tokens[:, start : start + segment + 1]
+        nll, state = model.nll(part[:, :-1], part[:, 1:], state)
+        losses.append(nll)
+        held = [*state.hidden, *state.projections.keys, *state.projections.values, *state.projections.positions]
+        storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in held}
+        sizes.append(sum(storages.values()))
+    return torch.cat(losses, dim=1), sizes
+
+
+@pytest.mark.parametrize(("n_token", "segment"), [(700, 1), (4_000, 7), (4_000, 40)])
+def test_a_long_stream_neither_grows_nor_drifts(n_token, segment):
+    model = lively(SMALL, torch.float32)
+    reach = SMALL.n_layer * (WINDOW - 1)
+    tokens = torch.randint(V, (1, n_token + 1), generator=torch.Generator().manual_seed(3))
+    end = tokens[:, -(200 + reach + 1) :]
+    with torch.inference_mode():
+        losses, sizes = losses_and_sizes(model, tokens, segment)
+        fresh, _ = losses_and_sizes(model, end, segment)
+        exact, _ = losses_and_sizes(copy.deepcopy(model).double(), end, 200 + reach)
+    torch.testing.assert_close(losses[:, -200:], fresh[:, -200:], rtol=0, atol=2e-5)
+    torch.testing.assert_close(losses[:, -200:].double(), exact[:, -200:], rtol=0, atol=2e-5)
+    # Buffers are reallocated now and then, so sizes vary, but later sizes must not exceed the early ones.
+    full = [size for number, size in enumerate(sizes) if number * segment > 4 * WINDOW]
+    assert max(full[len(full) // 10 :]) <= max(full[: len(full) // 10])

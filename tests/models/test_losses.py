@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -16,11 +15,14 @@ from txl.config import ModelConfig, TrainConfig, TransformerXLConfig, VanillaCon
 from txl.data.lanes import LaneStream
 from txl.errors import UserError
 from txl.models import build_model
-from txl.models.loss import Objective, layer_counts
+from txl.models.loss import Objective
+from txl.models.vanilla import layer_counts
 from txl.runs.directory import RunDirectory
+from txl.training import loop
 from txl.training.estimate import parameters_by_part
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl.training.trainer import Trainer
 
 V, B, T = 11, 2, 7
 RECURRENT = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6, dropout=0.0)
@@ -78,13 +80,6 @@ def test_the_loss_is_the_mean_over_the_recent_positions(name, loss, first):
         torch.testing.assert_close(each, other, rtol=0, atol=1e-12)
 
 
-def test_evaluation_knows_nothing_of_it():
-    model = model_of(RECURRENT)
-    tokens, targets = text()
-    nll, _ = model.nll(tokens, targets, model.init_state(B))
-    assert nll.shape == (B, T)
-
-
 def test_the_half_loss_counts_every_target_within_two_epochs():
     """The exception is the first half segment of each lane, which has too few tokens before it."""
     lane = 50
@@ -107,17 +102,6 @@ def test_the_half_loss_counts_every_target_within_two_epochs():
     assert position.offset == 0
 
 
-def test_the_full_loss_s_epochs_all_begin_at_the_beginning():
-    stream = LaneStream(torch.arange(100).numpy(), 2, 8, shift=Objective("full").counted(8))
-    position, starts = stream.start(), set()
-    while position.epoch < 3:
-        segment = stream.read(position)
-        if segment.starts_epoch:
-            starts.add(position.offset)
-        position = segment.next
-    assert starts == {0}
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_step_says_how_many_targets_counted(parts):
     model = model_of(RECURRENT)
@@ -130,23 +114,16 @@ def test_a_step_says_how_many_targets_counted(parts):
     assert result.result().loss == pytest.approx(expected[:, 3:].mean().item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["full", "half"])
-@pytest.mark.parametrize("recurrence", [True, False])
-@pytest.mark.parametrize("encoding", ["relative", "shaw", "learned", "sinusoid"])
-def test_every_row_of_table_6_trains_and_evaluates(encoding, loss, recurrence, story, data_dir, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("encoding", "loss", "recurrence"),
+    [("relative", "half", True), ("shaw", "full", False), ("learned", "half", False), ("sinusoid", "full", False)],
+)
+def test_rows_of_table_6_train_and_evaluate(encoding, loss, recurrence, story, data_dir, tmp_path, capsys):
     words = {"model.encoding": encoding, "train.loss": loss}
     words |= {"model.max_distance": "5"} if encoding in ("relative", "shaw") else {"model.max_segment": "8"}
-    if not recurrence:
-        words |= {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
-    if recurrence and encoding in ("learned", "sinusoid"):
-        with pytest.raises(UserError, match=r"two segments would share the same positions \(Section 3\.3\)"):
-            small_run(str(story), **words)
-        return
-    run = small_run(str(story), **words)
-    from txl.training.trainer import Trainer
-
+    words |= {} if recurrence else {"model.mem_len": "0", "eval.mem_len": "0", "eval.window": "none"}
     out = tmp_path / "run"
-    outcome = Trainer(run, out, data_dir=data_dir, quiet=True).fit()
+    outcome = Trainer(small_run(str(story), **words), out, data_dir=data_dir, quiet=True).fit()
     per_step = 4 * (8 if loss == "full" else 4)
     assert outcome["tokens"] == 12 * per_step
     logged = [event for event in RunDirectory(out).events() if event["event"] == "train"]
@@ -156,33 +133,32 @@ def test_every_row_of_table_6_trains_and_evaluates(encoding, loss, recurrence, s
     assert '"mem_len": 0' in (shown := capsys.readouterr().out) or recurrence, shown
 
 
+@pytest.mark.parametrize("encoding", ["learned", "sinusoid"])
+def test_absolute_positions_have_no_recurrence(encoding):
+    with pytest.raises(UserError, match=r"two segments would share the same positions \(Section 3\.3\)"):
+        small_run("x", **{"model.encoding": encoding, "model.max_segment": "8"})
+
+
 def test_a_half_loss_run_goes_on_exactly(story, data_dir, tmp_path, monkeypatch):
     """The run crosses the end of an epoch, after which the segments start at another offset."""
-    from txl.training.trainer import Trainer
-
     options = {"train.loss": "half", "train.batch_size": "40", "train.segment": "64", "train.checkpoint_every": "5"}
     run = small_run(str(story), **options, **{"train.steps": "20", "train.eval_every": "0"})
-    Trainer(run, tmp_path / "whole", data_dir=data_dir, quiet=True).fit()
+    real = loop.training_step
+
+    def until_12(trained, optimizer, inputs, *args):
+        if inputs.progress >= 12 / 20:
+            raise KeyboardInterrupt
+        return real(trained, optimizer, inputs, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "training_step", until_12)
+        with pytest.raises(KeyboardInterrupt):
+            Trainer(run, tmp_path / "parts", data_dir=data_dir, quiet=True).fit()
     weights = []
     for name in ("whole", "parts"):
-        if name == "parts":
-            stop = small_run(str(story), **options, **{"train.steps": "20", "train.eval_every": "0"})
-            import txl.training.loop as loop
-
-            real = loop.training_step
-
-            def until_12(trained, optimizer, inputs, *args, real=real):
-                if inputs.progress >= 12 / 20:
-                    raise KeyboardInterrupt
-                return real(trained, optimizer, inputs, *args)
-
-            with monkeypatch.context() as patch:
-                patch.setattr(loop, "training_step", until_12)
-                with pytest.raises(KeyboardInterrupt):
-                    Trainer(stop, tmp_path / name, data_dir=data_dir, quiet=True).fit()
-            Trainer(run, tmp_path / name, data_dir=data_dir, quiet=True).fit()
-        model, _ = RunDirectory(tmp_path / name).load(RunDirectory(tmp_path / name).checkpoint("latest"))
-        weights.append(model.state_dict())
+        Trainer(run, tmp_path / name, data_dir=data_dir, quiet=True).fit()
+        folder = RunDirectory(tmp_path / name)
+        weights.append(folder.load(folder.checkpoint("latest"))[0].state_dict())
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
@@ -247,16 +223,6 @@ def test_auxiliary_losses_are_those_of_the_equations(progress, loss, first):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-def test_a_uniform_model_s_auxiliary_loss_worked_out():
-    """Every prediction costs ln V: at the start (3 layers * (1 + 2 * 0.5) + 2 * 0.5) ln V, at the end 2 * 0.5 ln V."""
-    model = model_of(DEEP)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    for progress, factor in ((0.0, 7.0), (0.13, 5.0), (0.26, 3.0), (0.5, 1.0)):
-        _, penalty, _ = model.training_terms(*text(), model.init_state(B), Objective("full", progress))
-        assert penalty.item() == pytest.approx(factor * math.log(V), abs=1e-12)
-
-
 def test_the_step_carries_how_far_training_is():
     """After half of training the classifiers of the lower layers receive no gradient, so Adam does not change them."""
     for progress, moved in ((0.0, {"1", "2", "3", "4"}), (0.3, {"3", "4"}), (0.6, {"4"})):
@@ -290,8 +256,6 @@ def test_what_is_predicted_does_not_need_the_classifiers():
 
 
 def test_auxiliary_losses_train_go_on_and_evaluate(story, data_dir, tmp_path, capsys):
-    from txl.training.trainer import Trainer
-
     words = {"model.encoding": "learned", "model.max_segment": "8", "model.mem_len": "0"}
     words |= {"eval.mem_len": "0", "eval.window": "none", "model.layer_losses": "true", "model.n_target": "2"}
     Trainer(small_run(str(story), **words), tmp_path / "run", data_dir=data_dir, quiet=True).fit()

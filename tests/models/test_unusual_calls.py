@@ -302,19 +302,6 @@ def test_an_lstm_computes_in_its_own_precision_where_the_cpu_has_no_float16():
     torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ({"mem_len": 2.5}, "mem_len is 2.5; expected 0"),
-        ({"clamp_len": 2.5}, "clamp_len is 2.5; expected 0"),
-        ({"window": 3.0}, "window is 3.0; expected 1"),
-    ],
-)
-def test_lengths_that_are_not_whole(lengths, message):
-    with pytest.raises(UserError, match=message):
-        tiny().init_state(2, **lengths)
-
-
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_temperatures_that_are_no_temperatures(temperature):
     model, given = tiny(), tokens(2, 5)

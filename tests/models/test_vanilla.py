@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests.conftest import small_run
 
 import txl
 from txl.attention.equations import sinusoid
-from txl.cli import main
 from txl.config import TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models import build_model
@@ -84,81 +82,6 @@ def test_the_equations_written_out(model):
     torch.testing.assert_close(found, hidden, rtol=0, atol=1e-10)
 
 
-def test_vaswani_et_al_s_positions():
-    """PE(pos, 2i) = sin(pos / 10000^(2i/E)), PE(pos, 2i + 1) = cos of the same angle (Section 3.5).
-
-    PE is added to the embedding times sqrt(E) (Section 3.4). Here all sines come before all cosines, which only changes
-    the order of the features.
-    """
-    model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid"), V).double().eval()
-    entered: list[Any] = []
-    model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
-    tokens = text()[0]
-    model.hidden_states(tokens, model.init_state(B))
-    added = entered[0] - model.get_parameter("embedding.tables.0")[tokens] * math.sqrt(10)
-    for position in range(T):
-        for i in range(5):
-            angle = position / 10000 ** (2 * i / 10)
-            both = added[:, position, i], added[:, position, 5 + i]
-            for found, expected in zip(both, (math.sin(angle), math.cos(angle)), strict=True):
-                torch.testing.assert_close(found, torch.full_like(found, expected), rtol=0, atol=1e-12)
-
-
-def test_dropout_is_on_the_sum_of_embedding_and_sinusoid():
-    """Vaswani et al., Section 5.4: one mask for the sum, instead of one for each term."""
-    model = build_model(dataclasses.replace(LEARNED, encoding="sinusoid", dropout=0.5), V).double()
-    entered: list[Any] = []
-    model.get_submodule("layers.0").register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
-    tokens = text()[0]
-    for mode in (False, True):
-        model.train(mode)
-        model.hidden_states(tokens, model.init_state(B))
-    plain, dropped = entered
-    kept = dropped != 0
-    assert 0.3 < kept.double().mean() < 0.7
-    torch.testing.assert_close(dropped[kept], 2 * plain[kept], rtol=0, atol=1e-12)
-
-
-def test_al_rfou_et_al_s_positions_enter_every_layer():
-    """A learned vector for each position and layer is added to the input of the layer ("Positional Embeddings")."""
-    model = build_model(LEARNED, V).double().eval()
-    entered: list[Any] = []
-    left: list[Any] = [model.get_parameter("embedding.tables.0")[text()[0]] * math.sqrt(10)]
-    for number in range(LEARNED.n_layer):
-        layer = model.get_submodule(f"layers.{number}")
-        layer.register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
-        layer.register_forward_hook(lambda _, __, output: left.append(output))
-    model.hidden_states(text()[0], model.init_state(B))
-    positions = model.get_parameter("positions")
-    assert positions.shape == (LEARNED.n_layer, LEARNED.max_segment, LEARNED.d_model)
-    for number, found in enumerate(entered):
-        torch.testing.assert_close(found, left[number] + positions[number, :T], rtol=0, atol=1e-12)
-
-
-def test_causality_and_independent_lanes(model):
-    tokens, targets = text()
-    before, _ = model.nll(tokens, targets, model.init_state(B))
-    for position in range(T):
-        changed = tokens.clone()
-        changed[1, position] = (changed[1, position] + 1) % V
-        after, _ = model.nll(changed, targets, model.init_state(B))
-        torch.testing.assert_close(after[[0, 2]], before[[0, 2]], rtol=0, atol=1e-12)
-        torch.testing.assert_close(after[1, :position], before[1, :position], rtol=0, atol=1e-12)
-        assert (after[1, position] - before[1, position]).abs() > 1e-9
-
-
-def test_losses_probabilities_and_gradients(model):
-    tokens, targets = text()
-    log_probs, state = model.log_probs(tokens, model.init_state(B))
-    nll, _ = model.nll(tokens, targets, state)
-    assert (log_probs.shape, state.batch_size) == ((B, T, V), B)
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(B, T, dtype=torch.float64), rtol=0, atol=1e-12)
-    torch.testing.assert_close(-log_probs.gather(-1, targets[..., None]).squeeze(-1), nll, rtol=0, atol=1e-10)
-    loss, _ = model.training_loss(tokens, targets, state)
-    torch.testing.assert_close(loss, nll.mean(), rtol=0, atol=1e-12)
-    assert all(gradient.abs().sum() > 0 for gradient in torch.autograd.grad(loss, list(model.parameters())))
-
-
 def test_the_state_is_a_value_without_memory(model):
     state = model.init_state(B, mem_len=0, window="none")
     assert state.select(torch.tensor([2, 0])) == NoMemory(2)
@@ -202,7 +125,6 @@ def test_configurations_that_cannot_work(changes, message):
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 def test_compiled_attention_trains_the_same_model():
-    """Losses and all gradients equal PyTorch's; with dropout of attention, PyTorch's seed determines the losses."""
     tokens, targets = text()
     found = []
     for attention in ("compiled", "auto"):
@@ -212,19 +134,6 @@ def test_compiled_attention_trains_the_same_model():
         found.append([nll, *torch.autograd.grad(nll.mean(), list(model.parameters()))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-    model = build_model(dataclasses.replace(LEARNED, dropout=0.0, dropatt=0.5, attention="compiled"), V).train()
-    losses = []
-    for seed in (0, 0, 1):
-        torch.manual_seed(seed)
-        losses.append(model.nll(tokens, targets, model.init_state(B))[0])
-    assert torch.equal(losses[0], losses[1])
-    assert not torch.equal(losses[0], losses[2])
-
-
-def test_another_attention_than_its_own_is_refused():
-    with pytest.raises(UserError, match=r"model\.attention is shifted; expected auto or compiled without memory"):
-        dataclasses.replace(LEARNED, attention="shifted").validate()
 
 
 def test_the_window_slides_by_one(model):
@@ -280,24 +189,3 @@ def test_generation_reads_what_fits_anew_for_every_token(model, monkeypatch):
         log_probs, _ = model.log_probs(torch.tensor([read[-12:]]), model.init_state(1))
         assert token == int(log_probs[0, -1].argmax())
         read.append(token)
-
-
-def test_it_trains_evaluates_and_generates_by_the_same_commands(story, data_dir, tmp_path, capsys):
-    out, data = str(tmp_path / "run"), ["--data-dir", str(data_dir)]
-    words = ["train", "enwik8-vanilla-12L", "--out", out, "--data.corpus", str(story), "--quiet", *data]
-    shape = {"n-layer": 2, "d-model": 16, "n-head": 2, "d-head": 8, "d-inner": 32, "max-segment": 24}
-    words += [option for name, value in shape.items() for option in (f"--model.{name}", str(value))]
-    train = {"steps": 30, "batch-size": 4, "segment": 24, "learning-rate": 0.01, "warmup-steps": 0}
-    train |= {"eval-every": 15, "checkpoint-every": 10, "log-every": 10}
-    words += [option for name, value in train.items() for option in (f"--train.{name}", str(value))]
-    assert main([*words, "--eval.segment", "24", "--train.dtype", "float32"]) == 0, capsys.readouterr().err
-    for each in (["eval", out], ["eval", out, "--sliding", "20", "--max-tokens", "200"], ["report", out]):
-        assert main([*each, *(data if each[0] == "eval" else [])]) == 0, capsys.readouterr().err
-    assert main(["generate", out, "--prompt", "It was", "--max-tokens", "30"]) == 0
-    assert main(["report", out]) == 0, capsys.readouterr().err
-    assert "memory 0, window none, at most 30 tokens" in (tmp_path / "run" / "report.html").read_text()
-    capsys.readouterr()
-    for each in (["eval", out, "--mem-len", "8", *data], ["export", out, "--out", str(tmp_path / "exported")]):
-        assert main(each) == 2
-        assert len(capsys.readouterr().err.strip().splitlines()) == 1
-    assert main(["eval", out, "--sliding", "8", "--mem-len", "0", *data]) == 2

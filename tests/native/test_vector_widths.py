@@ -8,15 +8,14 @@ import platform
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.native.test_training_attention import SHAPES, distance, exact, operands, ours, with_gradients
+from tests.native.test_compiled_attention import SHAPES, distance, exact, operands, ours, with_gradients
 
 from txl.attention import Operands, reference_attention
 from txl.devices import cpu_flags
 from txl.native import build
 from txl.native.build import why_not
-from txl.native.compiling import compile_library, compiler_flags, find_compiler
+from txl.native.compiling import PROCESSORS, compile_library, compiler_flags, find_compiler
 from txl.native.operations import compiled_cross_entropy, compiled_dropout, compiled_rms_norm, linear
-from txl.native.prebuilt import PROCESSORS
 from txl.native.sources import cpp_sources
 
 pytestmark = [

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from txl.attention.equations import KeyScope, Operands, reference_attention
-from txl.native import build, prebuilt
+from txl.native import build, compiling
 from txl.native.attention import reading_attention, training_attention
 from txl.native.operations import linear
 
-(kind,) = (each for each in prebuilt.PROCESSORS if each.name == sys.argv[1])
-build.find_prebuilt = lambda folder, sources, flags: folder / prebuilt.library_name(kind, sources)
+(kind,) = (each for each in compiling.PROCESSORS if each.name == sys.argv[1])
+build.find_prebuilt = lambda folder, sources, flags: folder / compiling.library_name(kind, sources)
 library = build.library()
 assert library is not None
 assert Path(library._name).name.endswith(f"-{kind.name}.so")

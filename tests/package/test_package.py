@@ -18,7 +18,7 @@ import pytest
 
 import txl
 from txl.devices import cpu_flags
-from txl.native.prebuilt import PROCESSORS, library_name
+from txl.native.compiling import PROCESSORS, library_name
 from txl.native.sources import cpp_sources
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,24 +19,12 @@
 `attention_backend` turns `model.attention` into a `Backend` when the model is built. Then `TransformerXL.hidden_states`
 chooses between segments and one token, and `Backend.__call__` chooses the function for a segment. If a module has a
 hook or is of another class, all modules are called, and none of the one-token functions is used.
-
-| | window, lanes of different memory | clamp | dropout of weights | dropout of R | gradients | computes in |
-|---|---|---|---|---|---|---|
-| `reference_attention` | yes | yes | yes | yes | any order | every dtype |
-| `shifted_attention` | yes | yes | yes | yes | first | every dtype |
-| `compiled_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
-| `triton_attention` | yes | yes | yes | yes | first | float32, bfloat16 |
-| `SegmentPhases.attend` | yes | no | no | no | first | float32, bfloat16 |
-| `reading_attention` | yes | yes | no | - | no | float32, bfloat16 |
-| `_read_token`, `CompiledStep` | yes | yes | no | - | no | float32, float64, bfloat16 |
-| `StaticStep` | yes | yes | no | - | no | every dtype |
 """
 
 from __future__ import annotations
 
 from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, attention_note
-from txl.attention.equations import KeyScope, Operands, reference_attention
-from txl.attention.refused import AttentionRefused
+from txl.attention.equations import AttentionRefused, KeyScope, Operands, reference_attention
 from txl.attention.shifted import shifted_attention
 
 __all__ = [

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.equations import KeyScope, Operands, reference_attention
-from txl.attention.refused import AttentionRefused
+from txl.attention.equations import AttentionRefused, KeyScope, Operands, reference_attention
 from txl.attention.shifted import shifted_attention
 from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
@@ -23,13 +21,15 @@ from txl.errors import UserError
 from txl.native.attention import reading_attention, training_attention, why_not_training
 from txl.native.tensors import transforms_are_active
 
+# Function that computes attention from projected positions; arguments and result as in `reference_attention`.
+RelativeAttention = Callable[..., Tensor]
 
-class RelativeAttention(Protocol):
-    """Function that computes attention from projected positions; arguments as in `reference_attention`."""
 
-    def __call__(self, operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
-        """Return the attention output of every query."""
-        ...
+def check_compiled(device: str, dtype: torch.dtype) -> None:
+    """Raise `AttentionRefused` if the compiled library cannot train on a device, in a dtype, or on this machine."""
+    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
+    if not torch.compiler.is_compiling() and (reason := why_not_training(device, dtype)):
+        raise AttentionRefused("compiled", reason, "auto")
 
 
 def compiled_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
@@ -37,21 +37,11 @@ def compiled_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0
 
     Requires a CPU, and float32 or bfloat16. There are no second derivatives.
     """
-    _check_compiled(operands.query)
+    check_compiled(operands.query.device.type, operands.query.dtype)
     filled = scope.filled_tensor
     if scope.filled is not None:
         filled = torch.tensor(scope.filled, device="cpu")
     return training_attention(operands, window=scope.window, filled=filled, dropout=dropout)
-
-
-def _check_compiled(query: Tensor) -> None:
-    # `torch.compile` traces only shapes; support by this machine was checked when the model was built.
-    if not torch.compiler.is_compiling() and (reason := why_not_training(query.device.type, query.dtype)):
-        raise AttentionRefused("compiled", reason, "auto")
-
-
-def _compiled_obstacle(device: str, dtype: torch.dtype | None, _: object) -> str | None:
-    return why_not_training(device, dtype or torch.float32)
 
 
 def attention_without_gradients(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
@@ -60,6 +50,10 @@ def attention_without_gradients(operands: Operands, scope: KeyScope, dropout: fl
     if scope.filled_tensor is None:  # set in recorded steps on a GPU alone
         read = reading_attention(operands, scope.window, scope.filled)
     return shifted_attention(operands, scope, dropout) if read is None else read
+
+
+def _triton_without_gradients(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
+    return (triton_attention if operands.query.is_cuda else attention_without_gradients)(operands, scope, dropout)
 
 
 def causal_attention(
@@ -71,18 +65,20 @@ def causal_attention(
 ) -> Float[Tensor, "B T H D"]:
     """Compute causal softmax attention within a segment, without relative positions.
 
-    Args:
-        query, key, value: queries, keys and values of one segment.
-        dropout: probability with which an attention weight is dropped.
-        compiled: True: segments with gradients or dropout are computed in the compiled library.
+    If `compiled`, segments with gradients or dropout (of attention weights) are computed in the compiled library.
     """
     if dropout == 0 and (read := reading_attention((query, key, value))) is not None:
         return read
     if compiled and (dropout > 0 or torch.is_grad_enabled()) and not transforms_are_active():
-        _check_compiled(query)
+        check_compiled(query.device.type, query.dtype)
         return training_attention((query, key, value), dropout=dropout)
     heads = (rows.transpose(1, 2) for rows in (query, key, value))
     return F.scaled_dot_product_attention(*heads, is_causal=True, dropout_p=dropout).transpose(1, 2)
+
+
+# Function of model, device of the training and dtype of its products (None: not known yet); returns why a backend
+# cannot train it, as a phrase that follows the backend's name, or None if it can.
+Obstacle = Callable[[TransformerXLConfig, str | None, torch.dtype | None], str | None]
 
 
 @dataclass(frozen=True)
@@ -90,24 +86,14 @@ class Backend:
     """A way to compute A^rel. Every backend supports windows, memories of different lengths and untied biases."""
 
     name: str
-    train: RelativeAttention
-    """Function for segments with gradients or dropout; not used in training if `factorises`."""
-    read: RelativeAttention = attention_without_gradients
-    """Function for segments without gradients and dropout."""
-    train_reads_on: str | None = None
-    """Device type on which `train` replaces `read`."""
+    train: RelativeAttention  # for segments with gradients or dropout; not used in training if `factorises`
+    read: RelativeAttention = attention_without_gradients  # for others, on every device and in every dtype
+    device: str | None = None  # the only device type that it trains on, in float32 and bfloat16; None: all and any
     factorises: bool = False
     """True: training computes `SegmentPhases.attend` (flex.py), which needs W_kR itself instead of W_kR R. It has no
     clamp, no dropout of weights or of R, and R must be the sinusoid, not normalised."""
-    compiled_step: bool = False
-    """True if single tokens without gradients may pass through all layers in the compiled library at once."""
-    devices: tuple[str, ...] | None = None
-    """Device types supported in training; None: all. Without gradients every model runs on every device."""
-    dtypes: tuple[torch.dtype, ...] | None = None
-    """Dtypes supported in training; None: all."""
-    obstacle: Callable[[str, torch.dtype | None, int], str | None] | None = None
-    """Function of device, dtype (None: not known yet) and head width; returns why this machine cannot train with the
-    backend, or None if it can. None: every machine can."""
+    compiled_step: bool = False  # single tokens may pass through all layers in the compiled library at once
+    obstacle: Obstacle | None = None
 
     def __call__(self, operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
         """Return the attention output of every query of a segment, computed by `train` or `read`.
@@ -116,48 +102,43 @@ class Backend:
         """
         if transforms_are_active():
             return reference_attention(operands, scope, dropout)
-        by_train = dropout > 0 or torch.is_grad_enabled() or operands.query.device.type == self.train_reads_on
-        return (self.train if by_train else self.read)(operands, scope, dropout)
+        return (self.train if dropout > 0 or torch.is_grad_enabled() else self.read)(operands, scope, dropout)
 
     def refusal(
         self, model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
     ) -> AttentionRefused | None:
-        """Return the error for a model that this backend cannot train; None if it can.
-
-        Args:
-            model: model configuration.
-            device: device of the training, such as "cpu" or "cuda:1"; None: not known yet.
-            dtype: dtype of the matrix products; None: not known yet.
-        """
-        why = (_not_factorised(model) if self.factorises else None) or self._misplaced(model, device, dtype)
+        """Return the error for a model that this backend cannot train, if any; arguments as for an `Obstacle`."""
+        why = self.obstacle and self.obstacle(model, device, dtype)
         asked = self.name if model.attention == self.name else f"{model.attention} ({self.name})"
-        return None if why is None else AttentionRefused(asked, why)
-
-    def _misplaced(self, model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-        """Return a message on an unsupported device or dtype; None if both are supported."""
-        if device and self.devices and device.partition(":")[0] not in self.devices:
-            return f"cannot train on {device}, only on {' or '.join(self.devices)}"
-        if dtype and self.dtypes and dtype not in self.dtypes:
-            return f"cannot train in {dtype}; set train.dtype to float32"
-        return self.obstacle(device, dtype, model.d_head) if device and self.obstacle else None
+        return AttentionRefused(asked, why) if why else None
 
 
-def _not_factorised(model: TransformerXLConfig) -> str | None:
-    """Return a message on the first option of a model that the factorised form lacks; None if it has all."""
-    if model.encoding != "relative":
-        return f"needs the sinusoid R (model.encoding is {model.encoding})"
-    if model.qk_norm:
-        return "has no norm of W_kR R (model.qk_norm is true); set it to false"
-    if model.clamp_len is not None:
-        return f"has no clamp (clamp_len is {model.clamp_len}); set it to none"
-    rates = [
-        ("on attention", "dropatt", model.dropatt),
-        ("on R", "dropout_r", model.dropout if model.dropout_r is None else model.dropout_r),
-        ("on W_kR R", "dropout_qkv", model.dropout_qkv),
-    ]
-    for where, name, rate in rates:
-        if rate:
-            return f"has no dropout {where} (model.{name} is {rate}); set it to 0"
+# Functions with names, because models are pickled with their backend.
+def _compiled_obstacle(_: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
+    return device and why_not_training(device, dtype or torch.float32)
+
+
+def _triton_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
+    return device and why_not_triton(device, dtype, model.d_head)
+
+
+def _flex_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
+    """Return the first option of a model that the factorised form of the scores lacks, or an unsupported device."""
+    options = {
+        "the sinusoid R": ("encoding", model.encoding, "relative"),
+        "W_kR R without a norm": ("qk_norm", str(model.qk_norm).lower(), "false"),
+        "no clamp": ("clamp_len", model.clamp_len, None),
+        "no dropout on attention": ("dropatt", model.dropatt, 0),
+        "no dropout on R": ("dropout_r", model.dropout if model.dropout_r is None else model.dropout_r, 0),
+        "no dropout on W_kR R": ("dropout_qkv", model.dropout_qkv, 0),
+    }
+    for need, (name, value, needed) in options.items():
+        if value != needed:
+            return f"needs {need} (model.{name} is {value})"
+    if device and device.partition(":")[0] != "cuda":
+        return f"cannot train on {device}, only on cuda"
+    if dtype not in (None, torch.float32, torch.bfloat16):
+        return f"cannot train in {dtype}, only in float32 and bfloat16"
     return None
 
 
@@ -172,23 +153,21 @@ BACKENDS = {
         Backend(
             "compiled",
             compiled_attention,
+            device="cpu",
             compiled_step=True,
-            devices=("cpu",),
-            dtypes=(torch.float32, torch.bfloat16),
             obstacle=_compiled_obstacle,
         ),
         # Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores.
         Backend(
             "triton",
             triton_attention,
-            train_reads_on="cuda",
+            _triton_without_gradients,
+            device="cuda",
             compiled_step=True,
-            devices=("cuda",),
-            dtypes=(torch.float32, torch.bfloat16),
-            obstacle=why_not_triton,
+            obstacle=_triton_obstacle,
         ),
         # Plain fused attention over wider heads, by FlexAttention.
-        Backend("flex", shifted_attention, factorises=True, devices=("cuda",), dtypes=(torch.float32, torch.bfloat16)),
+        Backend("flex", shifted_attention, device="cuda", factorises=True, obstacle=_flex_obstacle),
     )
 }
 
@@ -220,9 +199,7 @@ def attention_backend(
     """Return the backend of a configuration; for "auto" and "fastest", the first candidate that supports the model.
 
     Args:
-        model: model configuration.
-        device: device that the model will train on; None: not known yet.
-        dtype: dtype of the matrix products in training; None: not known yet.
+        device, dtype: device and dtype of the matrix products in training; None: not known yet.
         captured: True if training steps are recorded as CUDA graphs (`train.capture`).
     """
     if model.attention in _CHOICES:
@@ -242,23 +219,15 @@ def attention_backend(
 def attention_note(
     model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None.
-
-    For `fastest` on a CPU it states why compiled attention is not used; on a GPU, that no backend was timed there. The
-    arguments are those of `attention_backend`.
-    """
-    if model.attention not in _CHOICES:
-        return None
+    """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None."""
     if model.attention == "factorised":
         return "model.attention factorised exists no more; auto is used"
     gpu = _gpu(device)
-    if gpu is not None and dtype in (torch.float32, torch.bfloat16) and (gpu, dtype) not in FASTEST_CAPTURED:
+    timed = dtype not in (torch.float32, torch.bfloat16) or (gpu, dtype) in FASTEST_CAPTURED
+    if model.attention in _CHOICES and gpu is not None and not timed:
         chosen = attention_backend(model, device, dtype).name
-        return (
-            f"no attention backend was timed in {str(dtype)[6:]} on {gpu}; {chosen} is used, model.attention triton "
-            f"may be faster"
-        )
-    if model.attention != "fastest" or (device or "cpu") != "cpu":
-        return None
-    refusal = BACKENDS["compiled"].refusal(model, "cpu")
-    return refusal and f"{refusal.reason}; shifted is used, which is slower"
+        return f"no attention was timed in {dtype} on {gpu}: {chosen} is used, model.attention triton may be faster"
+    if model.attention == "fastest" and (device or "cpu") == "cpu":
+        refusal = BACKENDS["compiled"].refusal(model, "cpu")
+        return refusal and f"{refusal.reason}; shifted is used, which is slower"
+    return None

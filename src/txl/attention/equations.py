@@ -1,6 +1,7 @@
 """Relative attention as written in Section 3.3 of the paper, one query at a time. Slow and simple: the test oracle.
 
-The module also defines the operands of every attention function, the sinusoid R, and which keys a query sees.
+The module also defines the operands of every attention function, the sinusoid R, which keys a query sees, and the error
+of an attention that cannot train.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, E d_model.
 """
@@ -17,15 +18,13 @@ from jaxtyping import Bool, Float, Int64, Num
 from torch import Tensor
 
 from txl.devices import sent
+from txl.errors import Field, UserError
 
 
 def distances_farthest_first(
     n_key: int, clamp_len: int | None, device: torch.device | None = None
 ) -> Int64[Tensor, " S"]:
-    """Return the distances S-1, ..., 1, 0; distances above `clamp_len` are replaced by `clamp_len`.
-
-    This is the order of the keys for the last query of a segment.
-    """
+    """Return the distances S-1, ..., 1, 0 of the last query's keys; those above `clamp_len` become `clamp_len`."""
     distances = torch.arange(n_key - 1, -1, -1, device=device)
     return distances if clamp_len is None else distances.clamp(max=min(clamp_len, n_key))
 
@@ -53,14 +52,11 @@ class KeyScope:
     - memory: j >= M - n, where n of the M positions of memory are filled in the query's lane.
     """
 
-    memory: int
-    """M, number of positions of memory before the segment."""
-    window: int | None = None
-    """N, number of keys that a query sees, its own included; None: no limit."""
-    filled: tuple[int, ...] | None = None
-    """Number of filled positions of memory in each lane; None: all M in every lane."""
+    memory: int  # M
+    window: int | None = None  # N; None: no limit
+    filled: tuple[int, ...] | None = None  # n of each lane; None: all M in every lane
     filled_tensor: Int64[Tensor, " B"] | None = None
-    """The same on the device, instead of `filled`: in a recorded step, whose replays have other numbers."""
+    """`filled` on the device, instead of it: in a recorded step, whose replays have other numbers."""
 
     def oldest(self, device: torch.device | None = None) -> Int64[Tensor, " B"] | None:
         """Return the first filled key of each lane; None if all lanes are full. The host does not wait for a GPU."""
@@ -72,13 +68,6 @@ class KeyScope:
         if device is None or torch.compiler.is_compiling():  # the compiler cannot trace pinned memory
             return torch.tensor(oldest, device=device)
         return sent(torch.tensor(oldest, device="cpu"), device)
-
-    def lanes_without_memory(self, n_lane: int, device: torch.device) -> Bool[Tensor, " B"] | None:
-        """Return which of `n_lane` lanes have no filled position of memory; None: no lane."""
-        if self.memory == 0:
-            return torch.ones(n_lane, dtype=torch.bool, device=device)
-        oldest = self.oldest(device)
-        return None if oldest is None else oldest == self.memory
 
     def mask(self, n_query: int, device: torch.device | None = None) -> Bool[Tensor, "T S"] | Bool[Tensor, "B T S"]:
         """Return a mask that is true where a query sees a key, with one mask per lane if `filled` is given."""
@@ -105,18 +94,13 @@ class Operands(NamedTuple):
     v: Float[Tensor, "H D"]  # global position bias
 
 
-@dataclass(frozen=True)
-class ScoreTerms:
+class ScoreTerms(NamedTuple):
     """The four terms of A^rel for one query, before the scale 1/sqrt(D)."""
 
-    a: Float[Tensor, "B H S"]
-    """Content: q_i . k_j."""
-    b: Float[Tensor, "B H S"]
-    """Content-dependent position: q_i . W_kR R_{i-j}."""
-    c: Float[Tensor, "B H S"]
-    """Global content bias: u . k_j."""
-    d: Float[Tensor, "H S"]
-    """Global position bias: v . W_kR R_{i-j}."""
+    a: Float[Tensor, "B H S"]  # content: q_i . k_j
+    b: Float[Tensor, "B H S"]  # content-dependent position: q_i . W_kR R_{i-j}
+    c: Float[Tensor, "B H S"]  # global content bias: u . k_j
+    d: Float[Tensor, "H S"]  # global position bias: v . W_kR R_{i-j}
 
     def score(self) -> Float[Tensor, "B H S"]:
         """Return a + b + c + d."""
@@ -130,14 +114,7 @@ def score_terms(
     u: Float[Tensor, "H D"],
     v: Float[Tensor, "H D"],
 ) -> ScoreTerms:
-    """Compute the four terms of one query for every key.
-
-    Args:
-        query: q_i.
-        key: k_j.
-        position: W_kR R_{i-j} for this query i and every key j.
-        u, v: global biases.
-    """
+    """Compute the four terms of one query i for every key j; `position` has W_kR R_{i-j}."""
     return ScoreTerms(
         a=torch.einsum("bhd,bshd->bhs", query, key),
         b=torch.einsum("bhd,shd->bhs", query, position),
@@ -147,13 +124,7 @@ def score_terms(
 
 
 def reference_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H Dv"]:
-    """Compute a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i.
-
-    Args:
-        operands: queries of the segment, keys, values and positions of memory and segment.
-        scope: rule of which keys a query sees.
-        dropout: probability with which an attention weight is dropped.
-    """
+    """Compute a_i = Masked-Softmax(A_i / sqrt(D)) V for every query i; `dropout` is the rate of attention weights."""
     query, key, value, position, u, v = operands
     n_query, n_key = query.shape[1], key.shape[1]
     mask = scope.mask(n_query, query.device).expand(query.shape[0], n_query, n_key)
@@ -167,3 +138,22 @@ def reference_attention(operands: Operands, scope: KeyScope, dropout: float = 0.
         weight = F.dropout(score.softmax(dim=-1), dropout)
         outputs.append(torch.einsum("bhs,bshd->bhd", weight, value))
     return torch.stack(outputs, dim=1)
+
+
+class AttentionRefused(UserError):
+    """Refusal of an attention backend that cannot train a model on a device, in a dtype, or on this machine.
+
+    Args:
+        backend: name of the backend, as `model.attention` gives it.
+        why: phrase that follows the name.
+        instead: value of `model.attention` that works.
+    """
+
+    def __init__(self, backend: str, why: str, instead: str = "shifted"):
+        self._arguments = backend, why, instead
+        self.reason = f"model.attention {backend} {why}"  # without the remedy, for callers that follow it themselves
+        super().__init__((Field("model.attention"), f" {backend} {why}; use ", Field("model.attention", instead)))
+
+    def __reduce__(self) -> tuple[type[AttentionRefused], tuple[str, str, str]]:
+        """Return how pickle makes the error again in another process."""
+        return type(self), self._arguments

@@ -3,14 +3,10 @@
 Appendix B of the paper computes the position terms for all distances with one matrix product and then shifts row i of
 the result to the left by T-1-i. Here the shift is a change of stride. The product is written to a buffer P [T,W] of
 pitch W = S + 1: column 0 is padding, column c + 1 belongs to distance S-1-c. Entry (i,j) of the shifted matrix is
-P[i, T-i+j], at flat offset i*W + T-i+j = T + i*(W-1) + j. The shifted matrix is therefore a dense view of P with row
-stride W-1 = S.
-
-The entries of P that row i does not use (columns below T-i, including the padding) are set to -inf. In the view these
-entries are exactly the keys that causality hides: key j > M+i lies past the end of row i, in the unused corner of row
-i+1, which has exactly the length required. Entries of the view do not overlap. In the backward pass the gradient of the
-scores is therefore written once and read twice: through the view as the gradient of the content terms, and row by row
-as the gradient of P. All products are dense, for which CPU libraries are fast.
+P[i, T-i+j], at flat offset i*W + T-i+j = T + i*(W-1) + j: a dense view of P with row stride W-1 = S. The entries of P
+that row i does not use (columns below T-i) are set to -inf. In the view they are exactly the keys that causality hides
+(docs/explanation/attention.md draws it). Entries of the view do not overlap, so the backward pass writes the gradient
+of the scores once, through the view, and reads it twice: as that of the content terms, and row by row as that of P.
 
 Shapes: B lanes, T queries, M positions of memory, S = M + T keys, H heads, D width of a head, W = S + 1 pitch.
 """
@@ -51,11 +47,7 @@ def masked_scores(
 ) -> Float[Tensor, "HB T S"]:
     """Compute A^rel of all queries at once: terms (a) to (d), -inf where the query does not see the key.
 
-    Args:
-        query_u, query_v: (q + u) and (q + v), both multiplied by the scale.
-        key: keys of memory and segment.
-        position: W_kR R, farthest distance first, after one row of padding (`padded_positions`).
-        scope: rule of which keys a query sees.
+    The queries are (q + u) and (q + v) times the scale, `position` is W_kR R after `padded_positions`.
     """
     n_head, n_lane, n_query, _ = query_u.shape
     n_key = key.shape[2]
@@ -87,50 +79,20 @@ def _hide_unfilled(scores: Tensor, scope: KeyScope) -> None:
             scores[:, lane, :, : scope.memory - filled] = -math.inf
 
 
-def _one_query(
-    query_u: Tensor, query_v: Tensor, key: Tensor, value: Tensor, position: Tensor, scope: KeyScope
-) -> Tensor:
-    """Compute the attention of a single query per lane, T = 1: no shift, no causality, no copy of `position` [H,S,D].
-
-    In each product the long matrix is the first factor, which CPU libraries read at about the speed of memory.
-    """
-    n_head, n_lane, _, d_head = query_u.shape
-    n_key = key.shape[2]
-    # Pass the vectors as transposed rows; for columns of stride 1 the library would use a code path four times slower.
-    by_distance = torch.bmm(position, query_v.view(n_head, n_lane, d_head).transpose(1, 2))  # [H,S,B]
-    content = torch.bmm(key.flatten(0, 1), query_u.flatten(0, 1).transpose(1, 2))  # [H*B,S,1]
-    scores = content.view(n_head, n_lane, n_key)
-    scores += by_distance.transpose(1, 2)
-    if scope.window is not None and scope.window < n_key:
-        scores[:, :, : n_key - scope.window] = -math.inf
-    _hide_unfilled(scores[:, :, None], scope)
-    weights = scores.view(-1, 1, n_key).softmax(dim=-1)
-    return torch.bmm(weights, value.flatten(0, 1)).view_as(query_u)
-
-
 class _ShiftedAttention(torch.autograd.Function):
     """Softmax attention over `masked_scores`; its own backward pass avoids a scatter and a second score matrix."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query_u: Tensor,
-        query_v: Tensor,
-        key: Tensor,
-        value: Tensor,
-        position: Tensor,
-        scope: KeyScope,
-        dropout: float,
-    ) -> Tensor:
+    def forward(ctx: Any, *operands: Any) -> Tensor:
+        query_u, query_v, key, value, position, scope, dropout = operands
         position = padded_positions(position)
         weights = masked_scores(query_u, query_v, key, position, scope)
         torch.softmax(weights, dim=-1, out=weights)  # in place: the scores are not needed again
+        keep, applied = None, weights
         if dropout > 0:
             # The mask includes the factor 1/(1-p), so that the forward and backward pass multiply only once.
             keep = torch.bernoulli(weights, 1 - dropout).div_(1 - dropout)  # `weights` gives the shape only
             applied = weights * keep
-        else:
-            keep, applied = None, weights
         output = torch.bmm(applied, value.flatten(0, 1)).view_as(query_u)
         ctx.save_for_backward(query_u, query_v, key, value, position, weights, keep, applied)
         return output
@@ -186,8 +148,20 @@ def shifted_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0)
     )
     key, value = (_batched(rows.permute(heads_first)) for rows in (operands.key, operands.value))
     with torch.autocast(query.device.type, enabled=False):  # the operands below already have the dtype of the query
-        if query.shape[1] == 1 and not torch.is_grad_enabled() and dropout == 0:
-            output = _one_query(query_u, query_v, key, value, _batched(position.transpose(0, 1)), scope)
-        else:
+        if query.shape[1] > 1 or torch.is_grad_enabled() or dropout > 0:
             output = _ShiftedAttention.apply(query_u, query_v, key, value, position, scope, dropout)
-    return output.permute(1, 2, 0, 3)  # pyright: ignore[reportOptionalMemberAccess]
+            return output.permute(1, 2, 0, 3)  # pyright: ignore[reportOptionalMemberAccess]
+        # A single query per lane: no shift, no causality. In each product the long matrix is the first factor, which
+        # CPU libraries read at about the speed of memory. The vectors are transposed rows; for columns of stride 1 the
+        # library would use a code path four times slower.
+        n_head, n_lane, n_key, d_head = key.shape
+        vectors = query_v.view(n_head, n_lane, d_head).transpose(1, 2)
+        by_distance = torch.bmm(_batched(position.transpose(0, 1)), vectors)  # (b) and (d): [H,S,B]
+        content = torch.bmm(key.flatten(0, 1), query_u.flatten(0, 1).transpose(1, 2))  # (a) and (c): [H*B,S,1]
+        scores = content.view(n_head, n_lane, n_key)
+        scores += by_distance.transpose(1, 2)
+        if scope.window is not None and scope.window < n_key:
+            scores[:, :, : n_key - scope.window] = -math.inf
+        _hide_unfilled(scores[:, :, None], scope)
+        weights = scores.view(-1, 1, n_key).softmax(dim=-1)
+        return torch.bmm(weights, value.flatten(0, 1)).view_as(query_u).permute(1, 2, 0, 3)

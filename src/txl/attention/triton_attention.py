@@ -1,9 +1,8 @@
 """Relative attention in Triton kernels for NVIDIA GPUs, forward and backward, without a matrix of all scores.
 
-The forward pass keeps the operands, the output and one number per query for the backward pass. Dropout of an attention
-weight is drawn from a seed and the weight's index, so that the backward pass can draw it again. PyTorch's generator for
-the device draws the seed, which stays on the device. Results are the same to the last bit in every run: there are no
-atomics, and the groups in which lanes are summed depend only on the shape.
+For the backward pass the operands, the output and one number per query are kept; dropout as in `native/attention.py`,
+with a seed that stays on the device. Results are the same to the last bit in every run: there are no atomics, and the
+groups in which lanes are summed depend only on the shape.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 """
@@ -14,17 +13,14 @@ import functools
 import importlib.util
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.equations import KeyScope, Operands
-from txl.attention.refused import AttentionRefused
+from txl.attention.equations import AttentionRefused, KeyScope, Operands
 from txl.attention.shifted import shifted_attention
 
 # Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes 0.85
@@ -32,17 +28,13 @@ from txl.attention.shifted import shifted_attention
 _POSITION_PROGRAMS = 2048
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Sizes of a kernel's tiles."""
+class Tiling(NamedTuple):
+    """Sizes of a kernel's tiles, and Triton's options."""
 
-    block: int
-    """Number of queries and of keys in a tile."""
+    block: int  # number of queries and of keys in a tile
     warps: int
-    stages: int
-    """Pipeline stages: with more than one, operands are loaded ahead."""
-    shared: int
-    """Upper bound on the kernel's shared memory in bytes, read from the binaries of Triton 3.6 and 3.9."""
+    stages: int  # pipeline stages: with more than one, operands are loaded ahead
+    shared: int  # upper bound on the kernel's shared memory in bytes, read from the binaries of Triton 3.6 and 3.9
 
     @property
     def options(self) -> dict[str, Any]:
@@ -52,44 +44,29 @@ class Tiling:
 
 # Names in `triton_kernels`.
 KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "position_gradient_kernel")
+# Tilings of the four kernels on Hopper GPUs in bfloat16, by padded head width: the fastest of several that were timed
+# on an H200. Its matrix units read tiles of 64 rows from shared memory; on older GPUs they exceed the registers.
+_HOPPER = {
+    64: (Tiling(64, 4, 3, 114688), Tiling(32, 4, 3, 49152), Tiling(64, 4, 2, 115200), Tiling(64, 4, 2, 115200)),
+    128: (Tiling(64, 4, 3, 212992), Tiling(32, 4, 3, 94208), Tiling(32, 4, 3, 102912), Tiling(32, 4, 3, 102912)),
+}
 
 
 @functools.cache
 def tilings(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, int]) -> dict[str, Tiling] | None:
     """Return the tiling of each kernel for a head width, dtype and compute capability; None if none fits.
 
-    On Hopper GPUs in bfloat16, with widths of 64 and 128, they are the fastest of several that were timed on an H200.
-    All others were chosen to fit.
+    Except for `_HOPPER` they were chosen to fit.
     """
     width = padded_width(d_head)
     if dtype == torch.bfloat16:
-        # Hopper's matrix units read tiles of 64 rows from shared memory; on older GPUs such tiles exceed the registers.
         if capability[0] == 9 and width <= 128:
-            if width <= 64:
-                found = (
-                    Tiling(64, 4, 3, shared=114688),
-                    Tiling(32, 4, 3, shared=49152),
-                    Tiling(64, 4, 2, shared=115200),
-                    Tiling(64, 4, 2, shared=115200),
-                )
-            else:
-                found = (
-                    Tiling(64, 4, 3, shared=212992),
-                    Tiling(32, 4, 3, shared=94208),
-                    Tiling(32, 4, 3, shared=102912),
-                    Tiling(32, 4, 3, shared=102912),
-                )
-            return dict(zip(KERNELS, found, strict=True))
-        one = {
-            32: Tiling(32, 4, 1, shared=20480),
-            64: Tiling(32, 4, 1, shared=20480),
-            128: Tiling(32, 4, 1, shared=40960),
-            256: Tiling(32, 8, 1, shared=81920),
-        }.get(width)
+            return dict(zip(KERNELS, _HOPPER[max(64, width)], strict=True))
+        warps, shared = 8 if width == 256 else 4, {32: 20480, 64: 20480, 128: 40960, 256: 81920}.get(width)
     else:
-        shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}
-        one = Tiling(32, 4 if tf32 else 8, 1, shared[width]) if width in shared else None
-    return one and dict.fromkeys(KERNELS, one)
+        warps = 4 if tf32 else 8
+        shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}.get(width)
+    return None if shared is None else dict.fromkeys(KERNELS, Tiling(32, warps, 1, shared))
 
 
 def padded_width(d_head: int) -> int:
@@ -100,22 +77,18 @@ def padded_width(d_head: int) -> int:
 def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
     """Return why the kernels cannot be used, as a phrase that follows their name; None if they can.
 
-    Args:
-        device: device of the tensors.
-        dtype: dtype of the matrix products; None: not known yet.
-        d_head: D.
+    `dtype` is that of the matrix products; None: not known yet.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return f"cannot train on {device}, only on cuda"
     if dtype not in (None, torch.float32, torch.bfloat16):
-        return f"cannot train in {dtype}; set train.dtype to float32"
+        return f"cannot train in {dtype}, only in float32 and bfloat16"
     return _why_not_here(device, dtype, d_head, _tf32())
 
 
 @functools.cache  # called in every layer; the hardware does not change
 def _why_not_here(device: torch.device, dtype: torch.dtype | None, d_head: int, tf32: bool) -> str | None:
-    """Return what this machine lacks for the kernels; None if it lacks nothing."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if torch.version.cuda is None or (device.index or 0) >= torch.cuda.device_count():
@@ -268,23 +241,14 @@ class _Call:
         return math.ceil(n_row / self.tiles[name].block)
 
     def launch(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
-        """Run a kernel of `triton_kernels`.
+        """Run a kernel; `AttentionRefused` if the device has too few resources, and then nothing is launched."""
+        from txl.attention import triton_kernels
 
-        Raises:
-            AttentionRefused: if the device has too few resources for the kernel; then nothing is launched.
-        """
-        kernels = _kernels()
-        kernel, tiles = getattr(kernels, name), self.tiles[name]
+        kernel, tiles = getattr(triton_kernels, name), self.tiles[name]
         try:
             kernel[grid](**self.arguments, **more, BLOCK=tiles.block, **tiles.options)
-        except kernels.triton.runtime.errors.OutOfResources as error:
+        except triton_kernels.triton.runtime.errors.OutOfResources as error:
             raise AttentionRefused("triton", f"does not fit on {self.device} ({error})") from None
-
-
-def _kernels() -> ModuleType:
-    from txl.attention import triton_kernels
-
-    return triton_kernels
 
 
 def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"]:
@@ -296,25 +260,14 @@ def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"
 
 
 @_attend.register_fake
-def _(
-    operands: Sequence[Tensor], oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float
-) -> tuple[Tensor, Tensor]:
+def _(operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
     query = operands[0]
     n_lane, n_query, n_head, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
 
 
 @_attend_backward.register_fake
-def _(
-    above: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    operands: Sequence[Tensor],
-    oldest: Tensor | None,
-    seed: Tensor | None,
-    window: int,
-    dropout: float,
-) -> list[Tensor]:
+def _(above: Tensor, out: Tensor, lse: Tensor, operands: Sequence[Tensor], *others: Any) -> list[Tensor]:
     return [operand.new_empty(operand.shape) for operand in operands]
 
 

@@ -21,20 +21,12 @@ FAMILIES: dict[type[ModelConfig], type[FamilyModel]] = {
 
 
 def build_model(
-    config: ModelConfig,
-    vocabulary: Sized | SupportsIndex,
-    device: str | None = None,
-    dtype: torch.dtype | None = None,
+    config: ModelConfig, vocabulary: Sized | SupportsIndex, device: str | None = None, dtype: torch.dtype | None = None
 ) -> FamilyModel:
-    """Build a model with fresh weights, drawn from torch's default generator.
+    """Build a model with fresh weights, drawn from torch's default generator, in PyTorch's default dtype.
 
-    Args:
-        config: model configuration; its class determines the family.
-        vocabulary: vocabulary, or its number of tokens.
-        device: device that the model will train on, on which the choice of attention depends; None: not known yet. The
-            caller moves the model there.
-        dtype: dtype of the matrix products in training (`train.dtype`), on which it depends too; None: not known yet.
-            The weights are always in PyTorch's default dtype.
+    The class of the configuration determines the family, and the choice of attention depends on the device and the
+    dtype of the matrix products in training (None: not known yet). The caller moves the model to the device.
     """
     vocab_size = len(vocabulary) if isinstance(vocabulary, Sized) else index(vocabulary)
     return FAMILIES[type(config)](config, vocab_size, device, dtype)

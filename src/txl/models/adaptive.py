@@ -1,11 +1,12 @@
-"""Token embedding and output softmax, adaptive (Grave et al. 2016; Baevski and Auli 2018) or plain.
+"""Token embedding and output softmax, adaptive (Grave et al. 2016; Baevski and Auli 2018) or plain, and mixed.
 
 The vocabulary, most frequent tokens first, is cut into clusters: the shortlist (cluster 0) and the tail clusters.
 Without cutoffs there is one cluster, and both modules are the plain ones. With `div_val` f, cluster i is embedded in
 d_embed / f^i features and projected to d_model. The softmax shares the tables of the embedding (tied weights) or has
 its own. For each cluster it uses the embedding's projection or a separate one.
 
-Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluster i, C number of tail clusters.
+Shapes: N tokens, E d_model, V vocabulary, V_i tokens and d_i features of cluster i; B lanes, T tokens of a segment, E_h
+width of a model's hidden states, K softmaxes of a mixture.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
 from txl.config import ModelConfig
 from txl.devices import runs_ahead
 from txl.errors import UserError
-from txl.models.cross_entropy import linear_cross_entropy
-from txl.models.layers import logits, make_dropout
+from txl.models.layers import make_dropout
+from txl.models.loss import at_least_float32, linear_cross_entropy
 from txl.native.operations import linear
 
 
@@ -34,36 +35,11 @@ def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int,
     edges = [0, *cutoffs, vocab_size]
     if any(first >= end for first, end in pairwise(edges)):
         raise UserError(
-            f"model.cutoffs is {list(cutoffs)} for a vocabulary of {vocab_size}; expected numbers that increase "
-            f"strictly, all above 0 and below {vocab_size}"
+            field="model.cutoffs",
+            value=list(cutoffs),
+            expected=f"increasing numbers above 0 and below {vocab_size}, the size of the vocabulary",
         )
     return list(pairwise(edges))
-
-
-def cluster_widths(d_embed: int, div_val: int, n_cluster: int) -> list[int]:
-    """Return d_i = d_embed / div_val^i, rounded down (`ModelConfig.validate` refuses a cluster without features)."""
-    return [d_embed // div_val**i for i in range(n_cluster)]
-
-
-def cluster_parts(tables: Iterable[Tensor], bounds: list[tuple[int, int]]) -> list[Tensor]:
-    """Return the table [V_i, d_i] of every cluster, from one table per cluster or one table for all clusters.
-
-    A common table is split once, and not sliced per cluster: the gradient of each slice would be as large as the table.
-    """
-    parts = list(tables)
-    return parts if len(parts) > 1 else list(parts[0].split([end - first for first, end in bounds]))
-
-
-def _places(mask: Bool[Tensor, " N"], room: int) -> Int64[Tensor, " room"]:
-    """Return the indices where a mask is true, in order, then indices where it is false; never wait for the device.
-
-    Args:
-        mask: mask with at most `room` true entries.
-        room: number of indices to return, at most N.
-    """
-    order = torch.where(mask, mask.cumsum(0) - 1, mask.sum() + (~mask).cumsum(0) - 1)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(mask), device=mask.device))
-    return places[:room]
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -73,32 +49,28 @@ class AdaptiveEmbedding(nn.Module):
         super().__init__()
         d_embed = config.d_embed or config.d_model  # d_0, width of the shortlist
         self.bounds = cluster_bounds(vocab_size, config.cutoffs)
-        self.d_model = config.d_model
-        self.scale = config.embedding_scale
+        self.d_model, self.scale = config.d_model, config.embedding_scale
         # Like the authors, split the table only if the clusters differ in width; one table computes the same function.
-        if config.div_val == 1:
-            sizes, widths = [vocab_size], [d_embed]
-        else:
+        sizes, widths = [vocab_size], [d_embed]
+        if config.div_val > 1:
             sizes = [end - first for first, end in self.bounds]
-            widths = cluster_widths(d_embed, config.div_val, len(self.bounds))
+            widths = [d_embed // config.div_val**i for i in range(len(sizes))]  # `ModelConfig.validate` refuses 0
         self.tables = nn.ParameterList(torch.empty(size, width) for size, width in zip(sizes, widths, strict=True))
+        self.split = len(sizes) > 1  # several tables, one for every cluster
         projected = config.div_val > 1 or d_embed != config.d_model
         self.projections = nn.ParameterList(torch.empty(config.d_model, width) for width in widths if projected)
 
-    @property
-    def split(self) -> bool:
-        """True if there are several tables, one for every cluster."""
-        return len(self.tables) > 1
+    def cluster_tables(self, tables: Iterable[Tensor] | None = None) -> list[Float[Tensor, "_ _"]]:
+        """Return the table [V_i, d_i] of every cluster; `tables` replace those of the embedding.
 
-    def cluster_tables(self) -> list[Float[Tensor, "_ _"]]:
-        """Return the embedding table [V_i, d_i] of every cluster."""
-        return cluster_parts(self.tables, self.bounds)
+        A common table is split once, not sliced per cluster: the gradient of each slice would be as large as the table.
+        """
+        parts = list(self.tables if tables is None else tables)
+        return parts if self.split else list(parts[0].split([end - first for first, end in self.bounds]))
 
     def projection(self, cluster: int) -> Float[Tensor, "E _"] | None:
         """Return the projection [E, d_i] of a cluster's embeddings to d_model; None if there is none."""
-        if len(self.projections) == 0:
-            return None
-        return self.projections[cluster if self.split else 0]
+        return self.projections[cluster if self.split else 0] if len(self.projections) else None
 
     def forward(self, tokens: Int64[Tensor, "*rows"]) -> Float[Tensor, "*rows E"]:
         """Embed tokens; on a GPU with shapes that do not depend on the tokens, so that the host never waits."""
@@ -146,11 +118,10 @@ class AdaptiveSoftmax(nn.Module):
     def __init__(self, embedding: AdaptiveEmbedding, config: ModelConfig):
         super().__init__()
         self.bounds = embedding.bounds
-        d_embed = config.d_embed or config.d_model
         n_tail = len(self.bounds) - 1
         self.bias = nn.Parameter(torch.empty(self.bounds[-1][1]))
         if n_tail:
-            self.cluster_weight = nn.Parameter(torch.empty(n_tail, d_embed))
+            self.cluster_weight = nn.Parameter(torch.empty(n_tail, config.d_embed or config.d_model))
             self.cluster_bias = nn.Parameter(torch.empty(n_tail))
         self.has_own_tables = not config.tie_embeddings
         if self.has_own_tables:
@@ -161,19 +132,10 @@ class AdaptiveSoftmax(nn.Module):
         # One entry for each cluster with a separate output projection; other clusters use the embedding's. (With
         # div_val 1 the clusters share the embedding's only projection, but may have separate output projections.)
         self.own_projections = nn.ParameterDict()
-        for cluster in range(len(self.bounds)):
-            tied = config.tie_projections in ("all", "tails") or (
-                config.tie_projections == "all_but_first" and cluster > 0
-            )
-            shared = embedding.projection(cluster)
-            if shared is not None and not tied:
+        first_tied = {"all": 0, "tails": 0, "all_but_first": 1}.get(config.tie_projections, len(self.bounds))
+        for cluster in range(first_tied):
+            if (shared := embedding.projection(cluster)) is not None:
                 self.own_projections[str(cluster)] = nn.Parameter(torch.empty_like(shared))
-
-    def tail_rows(self, targets: Int64[Tensor, "*rows"]) -> tuple[int, ...]:
-        """Return the number of targets in each tail cluster; `targets` is on a CPU."""
-        edges = torch.tensor([first for first, _ in self.bounds[1:]])
-        cluster = torch.bucketize(targets.flatten(), edges, right=True)
-        return tuple(cluster.bincount(minlength=len(self.bounds))[1:].tolist())
 
     def nll(
         self,
@@ -182,66 +144,59 @@ class AdaptiveSoftmax(nn.Module):
         embedding: AdaptiveEmbedding,
         tail_rows: Sequence[int] | None = None,
     ) -> Float[Tensor, " N"]:
-        """Return the negative log-likelihood of each target in nats, in the order of the targets.
+        """Return the negative log-likelihood of each target in nats.
 
-        Args:
-            hidden: h^N.
-            targets: target tokens.
-            embedding: embedding that shares its tables and projections.
-            tail_rows: see `Objective`; with fewer rows than targets in a tail cluster, the loss of some targets would
-                lack the term of that cluster.
+        With fewer `tail_rows` (see `Objective`) than targets in a tail cluster, the loss of some targets would lack the
+        term of that cluster.
         """
         tables, losses = self._tables(embedding), partial(linear_cross_entropy, compiled=self.compiled)
+        inner = self._projected(hidden, embedding, 0)
         if len(self.bounds) == 1:
-            return losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), targets)
-        shortlist = self.bounds[0][1]
+            return losses(inner, *self._layer(tables, 0), targets)
         # log p(x) = log p_head(cluster of x) + log p_cluster(x). In the head, a tail cluster is one further class after
         # the shortlist.
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
-        head_target = torch.where(cluster == 0, targets, shortlist - 1 + cluster)
-        nll = losses(self._projected(hidden, embedding, 0), *self._layer(tables, 0), head_target)  # every target
+        head_target = torch.where(cluster == 0, targets, self.bounds[0][1] - 1 + cluster)
+        weight, bias = self._layer(tables, 0)
+        weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        nll = losses(inner, weight, bias, head_target)  # every target
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):  # only the targets of that cluster
             here = cluster == tail
-            places = here.nonzero().squeeze(1) if tail_rows is None else _places(here, tail_rows[tail - 1])
+            if tail_rows is None:
+                places = here.nonzero().squeeze(1)
+            else:
+                # The places of the targets, then other places until the rows are full, without waiting for the device.
+                order = torch.where(here, here.cumsum(0) - 1, here.sum() + (~here).cumsum(0) - 1)
+                numbers = torch.arange(len(here), device=here.device)
+                places = torch.empty_like(order).scatter_(0, order, numbers)[: tail_rows[tail - 1]]
             if places.numel():
-                there = self._projected(hidden[places], embedding, tail)
-                inside = targets[places] - first
-                if tail_rows is None:
-                    within = losses(there, *self._layer(tables, tail), inside)
-                else:
-                    meant = here[places]
+                rows = self._projected(hidden[places], embedding, tail)
+                inside, meant = targets[places] - first, here[places]
+                if tail_rows is not None:
                     inside = torch.where(meant, inside, 0)
-                    within = losses(there, *self._layer(tables, tail), inside)
-                    within = torch.where(meant, within, 0)
-                nll = nll.index_add(0, places, within)
+                within = losses(rows, *self._layer(tables, tail), inside)
+                nll = nll.index_add(0, places, within if tail_rows is None else torch.where(meant, within, 0))
         return nll
 
     def log_probs(self, hidden: Float[Tensor, "N E"], embedding: AdaptiveEmbedding) -> Float[Tensor, "N V"]:
         """Return log-probabilities over the whole vocabulary."""
-        tables = self._tables(embedding)
-        head = self._logits(hidden, embedding, tables, 0)
-        shortlist = self.bounds[0][1]
+        tables, shortlist = self._tables(embedding), self.bounds[0][1]
+        inner = self._projected(hidden, embedding, 0)
+        head = _logits(inner, *self._layer(tables, 0))
         if len(self.bounds) > 1:
             # Concatenate the logits: concatenating the weights would copy the shortlist's table.
-            inner = self._projected(hidden, embedding, 0)
-            clusters = logits(inner, self.cluster_weight, self.cluster_bias)
-            head = torch.cat([head, clusters], dim=-1)
-        head = head.log_softmax(dim=-1)  # [N, shortlist + C]
+            head = torch.cat([head, _logits(inner, self.cluster_weight, self.cluster_bias)], dim=-1)
+        head = head.log_softmax(dim=-1)  # [N, shortlist + number of tail clusters]
         parts = [head[:, :shortlist]]
         for tail in range(1, len(self.bounds)):
-            within = self._logits(hidden, embedding, tables, tail).log_softmax(dim=-1)
+            within = _logits(self._projected(hidden, embedding, tail), *self._layer(tables, tail)).log_softmax(dim=-1)
             parts.append(within + head[:, shortlist + tail - 1, None])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def _logits(self, hidden: Tensor, embedding: AdaptiveEmbedding, tables: list[Tensor], cluster: int) -> Tensor:
-        """Return the logits of one cluster's tokens: [N,E] -> [N,V_i]."""
-        first, end = self.bounds[cluster]
-        return logits(self._projected(hidden, embedding, cluster), tables[cluster], self.bias[first:end])
-
     def _tables(self, embedding: AdaptiveEmbedding) -> list[Tensor]:
         """Return the output table [V_i, d_i] of every cluster."""
-        return cluster_parts(self.own_tables, self.bounds) if self.has_own_tables else embedding.cluster_tables()
+        return embedding.cluster_tables(self.own_tables if self.has_own_tables else None)
 
     def _projected(self, hidden: Tensor, embedding: AdaptiveEmbedding, cluster: int) -> Tensor:
         """Project hidden states to the width of a cluster's table: [N,E] -> [N,d_i]."""
@@ -253,10 +208,58 @@ class AdaptiveSoftmax(nn.Module):
         return projected if cluster == 0 else self.dropout_tail(projected)
 
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
-        """Return weight [V_i,d_i] and bias [V_i] of a cluster's logits; the head has C further rows for the tails."""
+        """Return weight [V_i,d_i] and bias [V_i] of a cluster's logits."""
         first, end = self.bounds[cluster]
-        weight, bias = tables[cluster], self.bias[first:end]
-        if cluster == 0 and len(self.bounds) > 1:
-            weight = torch.cat([weight, self.cluster_weight])
-            bias = torch.cat([bias, self.cluster_bias])
-        return weight, bias
+        return tables[cluster], self.bias[first:end]
+
+
+def _logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return at_least_float32(linear(rows, weight, bias, keeps_sums=True))
+
+
+class MixtureOfSoftmaxes(nn.Module):
+    """The weights pi of the K softmaxes in a mixture, and their hidden states h_k (Yang et al. 2017).
+
+    P(x | h) = sum_k pi_k softmax(W h_k)_x with h_k = tanh(W_k h) and pi = softmax(W_pi h): Equation 3 of the paper. All
+    K softmaxes share the output tables, which may be those of a plain or an adaptive softmax.
+    """
+
+    def __init__(self, d_hidden: int, d_model: int, n_softmax: int, dropout: nn.Module):
+        super().__init__()
+        self.prior = nn.Linear(d_hidden, n_softmax, bias=False)
+        self.latent = nn.Linear(d_hidden, n_softmax * d_model)
+        self.n_softmax, self.dropout = n_softmax, dropout
+
+    def nll(
+        self,
+        hidden: Float[Tensor, "B T E_h"],
+        targets: Int64[Tensor, "B T"],
+        softmax: AdaptiveSoftmax,
+        embedding: AdaptiveEmbedding,
+        tail_rows: Sequence[int] | None = None,
+    ) -> Float[Tensor, "B T"]:
+        """Return the negative log-likelihood of each target in nats; `tail_rows` as in `Objective`."""
+        # The K softmaxes are K times as many rows of one softmax; then -log sum_k exp(log pi_k - nll_k).
+        repeated = targets[..., None].expand(*targets.shape, self.n_softmax)
+        rows = None if tail_rows is None else [self.n_softmax * count for count in tail_rows]
+        log_prior, parts = self._log_prior_and_parts(hidden)
+        nll = softmax.nll(parts.flatten(0, -2), repeated.flatten(), embedding, rows)
+        return -(log_prior - nll.view_as(repeated)).logsumexp(dim=-1)
+
+    def log_probs(
+        self, hidden: Float[Tensor, "B T E_h"], softmax: AdaptiveSoftmax, embedding: AdaptiveEmbedding
+    ) -> Float[Tensor, "B T V"]:
+        """Return log-probabilities over the whole vocabulary, computed one softmax at a time."""
+        log_prior, parts = self._log_prior_and_parts(hidden)
+        mixed = None
+        for part, log_weight in zip(parts.unbind(-2), log_prior.unbind(-1), strict=True):
+            log_probs = softmax.log_probs(part.flatten(0, 1), embedding).unflatten(0, part.shape[:2])
+            log_probs = log_probs + log_weight[..., None]
+            mixed = log_probs if mixed is None else torch.logaddexp(mixed, log_probs)
+        assert mixed is not None  # n_softmax is 1 or more
+        return mixed
+
+    def _log_prior_and_parts(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log pi [B,T,K] and h_k [B,T,K,E]."""
+        parts = self.dropout(torch.tanh(self.latent(hidden))).unflatten(-1, (self.n_softmax, -1))
+        return at_least_float32(self.prior(hidden)).log_softmax(dim=-1), parts

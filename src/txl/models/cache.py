@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
@@ -25,9 +25,8 @@ from torch import Tensor
 
 from txl.config import Lengths, Limit
 from txl.errors import UserError
-from txl.models.cross_entropy import at_least_float32, nll_at_temperature
 from txl.models.language_model import CacheSettings, LanguageModel, State
-from txl.models.loss import EVERY_TARGET, Objective
+from txl.models.loss import at_least_float32, nll_at_temperature
 
 # Largest number of products h_t . h_i that exist at a time.
 MAX_SCORES = 1 << 24
@@ -35,6 +34,7 @@ MAX_SCORES = 1 << 24
 MAX_SIZE = 1 << 32
 # Largest theta: products of hidden states times a larger theta overflow float32.
 _MOST_THETA = 1e30
+_INNER = "inner."  # prefix of the names of tensors of the model inside
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,9 @@ class CacheState:
     """The state of the model inside, the newest n hidden states, and the tokens that followed all but the last."""
 
     inner: State
-    """State of the model inside."""
-    hidden: Float[Tensor, "B n E"]
-    """Hidden states, oldest first; the next token to be read follows the last one."""
-    following: Int64[Tensor, "B pairs"]
-    """Tokens that followed the hidden states: n - 1, or none if n is 0."""
-    valid: Bool[Tensor, "B n"]
-    """False for hidden states from before a reset of the lane."""
+    hidden: Float[Tensor, "B n E"]  # oldest first; the next token to be read follows the last one
+    following: Int64[Tensor, "B pairs"]  # n - 1 tokens, or none if n is 0
+    valid: Bool[Tensor, "B n"]  # false for hidden states from before a reset of the lane
 
     @property
     def batch_size(self) -> int:
@@ -92,28 +88,20 @@ class CacheState:
         return replace(self, inner=self.inner.filled_with_noise())
 
 
-@dataclass(frozen=True)
-class _Block:
-    """A block of positions of a segment, and all pairs that at least one of the positions sees."""
+class _Block(NamedTuple):
+    """A block of t positions of a segment, and all S pairs that at least one of the positions sees."""
 
     positions: slice
-    scores: Float[Tensor, "B t S"]
-    """Products h_t . h_i."""
+    scores: Float[Tensor, "B t S"]  # products h_t . h_i
     seen: Bool[Tensor, "B t S"]
     following: Int64[Tensor, "B S"]
-
-
-_INNER = "inner."
 
 
 class ContinuousCache(LanguageModel[CacheState]):
     """A model with a continuous cache. Its state is that of the model inside, and the last `size` pairs.
 
-    Args:
-        model: any model of this project; it does not change.
-        size: number of pairs that a position sees.
-        theta: weight of the similarity of contexts, 0 or more; with 0 all pairs count equally.
-        weight: lambda, the cache's share of the probability, from 0 up to but not including 1.
+    With a `theta` of 0 all pairs count equally; `weight` is lambda, the cache's share of the probability, from 0 up to
+    but not including 1.
     """
 
     def __init__(self, model: LanguageModel, size: int, theta: float, weight: float):
@@ -147,29 +135,31 @@ class ContinuousCache(LanguageModel[CacheState]):
         pairs = (tensors[name] for name in ("hidden", "following", "valid"))
         return CacheState(self.model.state_from_tensors(inner), *pairs)
 
-    def nll(
-        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState
-    ) -> tuple[Float[Tensor, "B T"], CacheState]:
+    def nll(self, tokens: Tensor, targets: Tensor, state: CacheState) -> tuple[Tensor, CacheState]:
         """Return the negative log-likelihood of each target, without gradient; see `LanguageModel.nll`."""
         return self.nll_at(tokens, targets, state, 1.0)
 
     @torch.no_grad()
     def nll_at(
-        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
-    ) -> tuple[Float[Tensor, "B T"], CacheState]:
+        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float
+    ) -> tuple[Tensor, CacheState]:
         """Return `nll` with a temperature that applies to the model's softmax before the mixture with the cache."""
         mixed, _, state = self.nll_and_own(tokens, targets, state, temperature)
         return mixed, state
 
     def nll_and_own(
-        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: CacheState, temperature: float
-    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], CacheState]:
+        self, tokens: Tensor, targets: Tensor, state: CacheState, temperature: float
+    ) -> tuple[Tensor, Tensor, CacheState]:
         """Return the losses with the cache, without gradient, the model's losses with gradient, and the next state."""
         plain, cached, any_pair, state = self.parts(tokens, targets, state, [self.theta], temperature)
         nll = plain.detach()
         # -log((1 - lambda) p_model + lambda p_cache), Equation 4, in logarithms.
-        mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, _log(self.weight) + cached[0].log().to(nll.dtype))
+        mixed = -torch.logaddexp(math.log1p(-self.weight) - nll, self._log_weight + cached[0].log().to(nll.dtype))
         return torch.where(any_pair, mixed, nll), plain, state
+
+    @property
+    def _log_weight(self) -> float:
+        return math.log(self.weight) if self.weight > 0 else -math.inf
 
     def parts(
         self,
@@ -181,9 +171,8 @@ class ContinuousCache(LanguageModel[CacheState]):
     ) -> tuple[Float[Tensor, "B T"], Float64[Tensor, "Q B T"], Bool[Tensor, "B T"], CacheState]:
         """Return the parts of the mixture, for several thetas at once.
 
-        Returns:
-            The model's loss of each target in nats, the only part with gradients; the probability of each target in the
-            cache, for each theta; true at positions that see a pair (elsewhere the probability is 0); the next state.
+        They are the model's loss of each target, the only part with gradients; the probability of each target in the
+        cache, for each theta; true at positions that see a pair (elsewhere the probability is 0); the next state.
         """
         hidden, blocks, after = self._read(tokens, state)
         if temperature == 1:
@@ -210,15 +199,9 @@ class ContinuousCache(LanguageModel[CacheState]):
             plain = log_probs[:, block.positions]
             shares = _shares(block, self.theta).to(plain.dtype)
             cached = torch.zeros_like(plain).scatter_add_(-1, block.following[:, None].expand_as(shares), shares)
-            mixed = torch.logaddexp(math.log1p(-self.weight) + plain, _log(self.weight) + cached.log())
+            mixed = torch.logaddexp(math.log1p(-self.weight) + plain, self._log_weight + cached.log())
             log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
         return log_probs, after
-
-    def training_terms(
-        self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
-    ) -> NoReturn:
-        """Raise `UserError`: a continuous cache has nothing to train."""
-        raise UserError("a continuous cache has nothing to train; train the model inside it")
 
     def _read(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, Iterator[_Block], CacheState]:
         """Return the model's hidden states [B,T,E], an iterator over blocks of the segment, and the next state."""
@@ -262,17 +245,11 @@ def _shares(block: _Block, theta: float) -> Tensor:
     return shares / shares.sum(dim=-1, keepdim=True).clamp(min=1)  # the largest term of a sum is 1
 
 
-def _log(weight: float) -> float:
-    return math.log(weight) if weight > 0 else -math.inf
-
-
 def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) -> None:
     """Raise `UserError` if a setting of a cache is out of its range."""
-    if not 1 <= size <= MAX_SIZE:
-        raise UserError(f"the cache's size is {size}; expected 1 pair or more, at most {MAX_SIZE}")
-    for theta in thetas:
-        if not 0 <= theta <= _MOST_THETA:
-            raise UserError(f"the cache's theta is {theta}; expected 0 or more, at most {_MOST_THETA:g}")
-    for weight in weights:
-        if not 0 <= weight < 1:
-            raise UserError(f"the cache's lambda is {weight}; expected a share from 0 up to but not including 1")
+    settings = [("size", size, 1 <= size <= MAX_SIZE, f"1 pair to {MAX_SIZE}")]
+    settings += [("theta", theta, 0 <= theta <= _MOST_THETA, f"0 to {_MOST_THETA:g}") for theta in thetas]
+    settings += [("lambda", weight, 0 <= weight < 1, "a share from 0 up to but not including 1") for weight in weights]
+    for name, value, allowed, expected in settings:
+        if not allowed:
+            raise UserError(f"the cache's {name} is {value}; expected {expected}")

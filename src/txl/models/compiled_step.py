@@ -1,8 +1,5 @@
 """One-token steps through all layers in the compiled library: the weights and the buffers, as it reads them.
 
-`TransformerXL.compiled_weights` and the decode engine use this; where the library cannot be used, PyTorch computes the
-same result.
-
 Shapes: B lanes, H heads, D width of a head, E d_model, L distances, R positions of a buffer.
 """
 
@@ -55,8 +52,7 @@ class _Model(ctypes.Structure):
 class Places(ctypes.Structure):
     """`Places` in decode.cpp: locations of a step's tokens in the buffers, made by `places_of`."""
 
-    indices: tuple[Tensor, ...]
-    """The tensors `lanes`, `at` and `seen`, kept alive as long as their addresses are in use."""
+    indices: tuple[Tensor, ...]  # `lanes`, `at` and `seen`, kept alive as long as their addresses are in use
     _fields_ = [
         *((name, Count) for name in ("head_stride", "lane_stride", "hidden_stride", "size", "n_distance", "clamp")),
         *((name, Pointer) for name in ("lanes", "at", "seen")),
@@ -73,28 +69,16 @@ class LayerWeights:
         self.dtype = tensors[0].dtype
         self._run = getattr(compiled, f"txl_step_{WEIGHT_SUFFIXES[self.dtype]}")
         self._addresses, self._gains = _addresses(tensors), _addresses(gains)
+        sizes = config.n_layer, config.d_model, config.n_head, config.d_head, config.d_inner, int(config.pre_norm)
+        layers = ctypes.cast(self._addresses, Pointer)
         self._model = _Model(
-            config.n_layer,
-            config.d_model,
-            config.n_head,
-            config.d_head,
-            config.d_inner,
-            int(config.pre_norm),
-            config.layer_norm_eps,
-            ctypes.cast(self._addresses, Pointer),
-            ctypes.cast(self._gains, Pointer) if gains else None,
+            *sizes, config.layer_norm_eps, layers, ctypes.cast(self._gains, Pointer) if gains else None
         )
 
     def step(self, hidden: Float[Tensor, "B E"], caches: _Pointers, places: Places) -> None:
         """Turn h^0 into h^N in place and write the tokens' keys and values; `hidden` has the dtype of the sums."""
-        self._run(
-            ctypes.byref(self._model),
-            caches,
-            ctypes.byref(places),
-            Count(hidden.shape[0]),
-            Pointer(hidden.data_ptr()),
-            torch.get_num_threads(),
-        )
+        tokens = Count(hidden.shape[0]), Pointer(hidden.data_ptr())
+        self._run(ctypes.byref(self._model), caches, ctypes.byref(places), *tokens, torch.get_num_threads())
 
 
 def layer_weights(
@@ -103,12 +87,8 @@ def layer_weights(
     """Return the layers of a Transformer-XL for the library; None if the library cannot compute them.
 
     The library does not support learned distances, devices other than the CPU, or weights of several dtypes or
-    unexpected shapes.
-
-    Args:
-        config: configuration of the model.
-        layers: layers without hooks, made of this package's own modules.
-        shared: module with the u and v of all layers; None: the attention of each layer has its own.
+    unexpected shapes. The layers must have no hooks and be made of this package's own modules; `shared` has the u and v
+    of all layers (None: the attention of each layer has its own).
     """
     if config.encoding != "relative" or config.d_head > _MOST_D:
         return None
@@ -147,12 +127,9 @@ def _addresses(tensors: Sequence[Tensor | None]) -> _Pointers:
 def caches_of(
     keys: Sequence[Tensor], values: Sequence[Tensor], hidden: Sequence[Tensor] | None, positions: Sequence[Tensor]
 ) -> _Pointers:
-    """Return the addresses of the buffers of all layers.
+    """Return the addresses of the buffers of all layers, one of each per layer.
 
-    Args:
-        keys, values: buffers [H,B,R,D], one per layer.
-        hidden: buffers [B,R,E] for the input of each layer; None: inputs are not kept.
-        positions: W_kR R, [H,L,D], one per layer.
+    Keys and values are [H,B,R,D], inputs of the layer [B,R,E] (None: not kept), and W_kR R [H,L,D].
     """
     entries = [None] * len(keys) if hidden is None else hidden
     return _addresses([tensor for layer in zip(keys, values, entries, positions, strict=True) for tensor in layer])
@@ -167,25 +144,22 @@ def places_of(
     at: Int64[Tensor, " B"],
     seen: Int64[Tensor, " B"],
 ) -> Places:
-    """Describe the locations of the next tokens in the buffers.
+    """Describe the locations of the next tokens in the buffers, whose layout is the same in all layers.
 
     Args:
-        key, hidden, position: buffers of one layer; the buffers of all layers have the same layout.
-        clamp_len: clamp C, as which larger distances count; None: no clamp.
         lanes: lanes of the buffers that the tokens belong to.
         at: index of each token's key in the buffer, which is a ring: the index before the first is the last.
         seen: number of keys that each token attends to, its own included.
     """
+    n_distance = position.shape[1]
     places = Places(
         key.stride(0),
         key.stride(1),
         0 if hidden is None else hidden.stride(0),
         key.shape[2],
-        position.shape[1],
-        position.shape[1] if clamp_len is None else clamp_len,
-        lanes.data_ptr(),
-        at.data_ptr(),
-        seen.data_ptr(),
+        n_distance,
+        n_distance if clamp_len is None else clamp_len,
+        *(indices.data_ptr() for indices in (lanes, at, seen)),
     )
     places.indices = (lanes, at, seen)
     return places

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from functools import partial
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from txl.config import Lengths, Limit, LossName, ModelConfig
 from txl.errors import UserError
-from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
-from txl.models.cross_entropy import nll_at_temperature
+from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, MixtureOfSoftmaxes
 from txl.models.initial_weights import init_weights
-from txl.models.language_model import LanguageModel, StateT
-from txl.models.layers import make_dropout, use_compiled_layers, word_mask
-from txl.models.loss import EVERY_TARGET, AuxiliaryHeads, Objective, TailRows, training_terms
-from txl.models.mixture import MixtureOfSoftmaxes
+from txl.models.language_model import LanguageModel, StateT, check_targets
+from txl.models.layers import Dropout, HeadNorm, make_dropout
+from txl.models.loss import EVERY_TARGET, Objective, TailRows, at_least_float32, nll_at_temperature
 
 
 class FamilyModel(LanguageModel[StateT]):
@@ -32,20 +30,12 @@ class FamilyModel(LanguageModel[StateT]):
     """
 
     config_class: ClassVar[type[ModelConfig]]
-    """Configuration class of the family."""
-    attention_name: str
-    """Name of the attention that the model trains with, for logs; "no" for a model without attention."""
-    attention_note: str | None = None
-    """Message of one line about the choice of attention, shown at the start of training; None: no message."""
-    layers: nn.ModuleList
-    """The layers, lowest first."""
     config: ModelConfig
-    compiles_any_length: bool | None = None
-    """True: layers are compiled for any segment length from the start; None: once a second length occurs."""
-    regularises_dropped = False
-    """True: `activation_reg` squares the final hidden states after dropout; False: before dropout."""
-    auxiliary: AuxiliaryHeads | None
-    """Classifiers of auxiliary losses; None: there are none."""
+    layers: nn.ModuleList  # lowest first
+    attention_name: str  # the attention that the model trains with, for logs; "no" for a model without attention
+    attention_note: str | None = None  # a line about the choice of attention, shown at the start of training
+    compiles_any_length: bool | None = None  # True: from the start; None: once a second segment length occurs
+    regularises_dropped = False  # whether `activation_reg` squares the final hidden states after dropout or before
 
     def __init__(
         self, config: ModelConfig, vocab_size: int, device: str | None = None, dtype: torch.dtype | None = None
@@ -58,7 +48,6 @@ class FamilyModel(LanguageModel[StateT]):
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
         self.context = config.context
-        self.auxiliary = None
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -72,10 +61,8 @@ class FamilyModel(LanguageModel[StateT]):
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Return the parameters of the layers that are matrices, which map hidden states to hidden states.
 
-        Embeddings, softmax tables, u and v, biases and norms are not included.
-
-        Returns:
-            For each parameter name, the numbers of matrices stacked in the parameter, vertically and horizontally.
+        Each name has the numbers of matrices stacked in the parameter, vertically and horizontally. Embeddings, softmax
+        tables, u and v, biases and norms are not included.
         """
         layers = self.get_submodule("layers").named_modules(prefix="layers")
         return {f"{name}.weight": (1, 1) for name, module in layers if isinstance(module, nn.Linear)}
@@ -88,11 +75,13 @@ class FamilyModel(LanguageModel[StateT]):
         if config.n_softmax > 1:
             dropout = self._dropout(config.dropout_latent)
             self.mixture = MixtureOfSoftmaxes(d_last or config.d_model, config.d_model, config.n_softmax, dropout)
-        self.dropout_embed = self._dropout(self.config.dropout_embed)
-        self.dropout_out = self._dropout(self.config.dropout_out)
+        self.dropout_embed = self._dropout(config.dropout_embed)
+        self.dropout_out = self._dropout(config.dropout_out)
         if self.attention_name == "compiled":
-            use_compiled_layers(self)
-            self.softmax.compiled = True
+            # A resumed run uses the attention that it has recorded, and so draws and rounds in the same way as before.
+            for module in self.modules():
+                if isinstance(module, Dropout | HeadNorm | AdaptiveSoftmax):
+                    module.compiled = True
         self.init_weights()
 
     def _dropout(self, p: float | None) -> nn.Module:
@@ -125,8 +114,6 @@ class FamilyModel(LanguageModel[StateT]):
         """Return h^0.
 
         Args:
-            tokens: tokens of the segment.
-            state: memory before them.
             positions: vectors that are added before the dropout (Vaswani et al., Section 5.4).
             begins: lanes whose first token is not dropped by `dropout_words`; None: none.
         """
@@ -136,29 +123,18 @@ class FamilyModel(LanguageModel[StateT]):
             raise UserError("tokens have no positions; expected at least one in each lane")
         hidden = self.embedding(tokens)
         if self.training and self.config.dropout_words > 0:
-            factor = word_mask(self.vocab_size, self.config.dropout_words, tokens.device)[tokens]
+            # One draw for the whole vocabulary: a word is dropped at all of its positions (Gal and Ghahramani 2016,
+            # Section 4.2; Merity et al. 2017, Section 4.3).
+            ones = torch.ones(self.vocab_size, device=tokens.device)
+            factor = F.dropout(ones, self.config.dropout_words)[tokens]
             if begins is not None:
                 factor[:, 0] = torch.where(begins, 1.0, factor[:, 0])
-            # One draw for the whole vocabulary: a word is dropped at all of its positions.
             hidden = hidden * factor[..., None].to(hidden.dtype)
         return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
 
-    def nll(
-        self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT
-    ) -> tuple[Float[Tensor, "B T"], StateT]:
-        """Return the negative log-likelihood of each target; see `LanguageModel.nll`."""
-        check_targets(tokens, targets)
-        hidden, state = self.hidden_states(tokens, state)
-        return self.nll_of(hidden, targets), state
-
     def chosen_nll(
-        self,
-        tokens: Int64[Tensor, "B T"],
-        at: Int64[Tensor, " P"],
-        targets: Int64[Tensor, " P"],
-        state: StateT,
-        temperature: float = 1.0,
-    ) -> Float[Tensor, " P"]:
+        self, tokens: Tensor, at: Tensor, targets: Tensor, state: StateT, temperature: float = 1.0
+    ) -> Tensor:
         """Compute `LanguageModel.chosen_nll`; the softmax is computed only at the chosen positions."""
         hidden = self.hidden_states(tokens, state)[0].flatten(0, 1)[None, at]
         if temperature != 1:
@@ -166,40 +142,40 @@ class FamilyModel(LanguageModel[StateT]):
         return self.nll_of(hidden, targets[None])[0]
 
     def training_terms(
-        self,
-        tokens: Int64[Tensor, "B T"],
-        targets: Int64[Tensor, "B T"],
-        state: StateT,
-        objective: Objective = EVERY_TARGET,
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
+        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, StateT]:
         """Return the mean loss, and the regularisers with the auxiliary losses; see `LanguageModel.training_terms`."""
         check_targets(tokens, targets)
-        loss, penalty, state = self._terms(tokens, targets, state, objective)
-        return loss, penalty, state.detach()
-
-    def _terms(
-        self, tokens: Tensor, targets: Tensor, state: StateT, objective: Objective
-    ) -> tuple[Tensor, Tensor, StateT]:
-        """Return the terms of one segment, and the next state, which gradients may flow through."""
-        outputs, state = self.layer_outputs(tokens, state)
-        dropped = self.dropout_out(outputs[-1])
-        nll = partial(self._nll_of_dropped, tail_rows=objective.tail_rows)
-        squares_dropped = self.regularises_dropped
-        loss, penalty = training_terms(nll, outputs[-1], dropped, targets, objective, self.config, squares_dropped)
-        if self.auxiliary is not None:
-            penalty = penalty + self.auxiliary(outputs, targets, objective, self.dropout_out)
-        return loss, penalty, state
-
-    def layer_outputs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[list[Float[Tensor, "B T E"]], StateT]:
-        """Return the outputs of layers that the training loss depends on, h^N last, and the next state."""
         hidden, state = self.hidden_states(tokens, state)
-        return [hidden], state
+        return *self._terms(hidden, targets, objective), state.detach()
+
+    def _terms(self, hidden: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
+        """Return the mean loss over the targets that count, and the sum of the regularisers, from h^N [B,T,E].
+
+        The regularisers are alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over all positions, including those
+        whose loss does not count. m is the dropout mask of h in a recurrent model (Merity et al. 2017, Section 4.5, and
+        their code) and 1 in a Transformer (the authors' Penn Treebank code).
+        """
+        dropped, config = self.dropout_out(hidden), self.config
+        final = at_least_float32(hidden)
+        penalty = final.new_zeros(())
+        if config.activation_reg > 0:
+            squared = at_least_float32(dropped) if self.regularises_dropped else final
+            penalty = penalty + config.activation_reg * squared.square().mean()
+        if config.temporal_reg > 0 and targets.shape[1] > 1:
+            penalty = penalty + config.temporal_reg * final.diff(dim=1).square().mean()
+        # The softmax is the largest product of a small model: it is computed only where the loss counts.
+        counted = objective.counted(targets.shape[1])
+        nll = self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:], objective.tail_rows)
+        return nll.mean(), penalty
 
     def tail_rows(self, targets: Int64[Tensor, "B T"], loss: LossName) -> TailRows | None:
         """Return the number of counted targets in each tail cluster, for an `Objective`; `targets` is on a CPU."""
         if not self.config.cutoffs:
             return None
-        return self.softmax.tail_rows(targets[:, -Objective(loss).counted(targets.shape[1]) :])
+        bounds, counted = self.softmax.bounds, targets[:, -Objective(loss).counted(targets.shape[1]) :]
+        cluster = torch.bucketize(counted.flatten(), torch.tensor([first for first, _ in bounds[1:]]), right=True)
+        return tuple(cluster.bincount(minlength=len(bounds))[1:].tolist())
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
         """Return the negative log-likelihood of each target; see `LanguageModel.nll_of`."""
@@ -212,22 +188,9 @@ class FamilyModel(LanguageModel[StateT]):
         nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding, tail_rows)
         return nll.view_as(targets)
 
-    def log_probs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T V"], StateT]:
-        """Return log-probabilities of the next token; see `LanguageModel.log_probs`."""
-        hidden, state = self.hidden_states(tokens, state)
-        return self.log_probs_of(hidden), state
-
     def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
         """Return log-probabilities of the next token; see `LanguageModel.log_probs_of`."""
         hidden = self.dropout_out(hidden)
         if self.mixture is not None:
             return self.mixture.log_probs(hidden, self.softmax, self.embedding)
         return self.softmax.log_probs(hidden.flatten(0, 1), self.embedding).unflatten(0, hidden.shape[:2])
-
-
-def check_targets(tokens: Tensor, targets: Tensor) -> None:
-    """Raise `UserError` if the shapes of targets and tokens differ."""
-    if tokens.shape != targets.shape:
-        raise UserError(
-            f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
-        )

@@ -3,13 +3,12 @@
 Three sources: the authors' code (the default), Baevski and Auli's ("xavier"), and PyTorch's own for recurrent layers.
 `model.init induction` then gives two heads of a Transformer-XL weights that can copy.
 
-A Transformer learns to copy, from "A B ... A" to "B", when two heads come to work together (Olsson et al. 2022,
-"In-context Learning and Induction Heads"): one attends to the previous token, and one in a later layer finds the
-position that follows an earlier occurrence of the current token. From random weights this takes most of a short run,
-and how long depends on the seed. Here head 0 of the first two layers has these functions from the start; all weights
-are trained as usual. The embedding must be tied to the softmax directly, because what the second head writes is read
-there. The head for the previous token needs term (d) of the paper alone, v^T W_kR R_d, so that it does not depend on
-words.
+A Transformer learns to copy, from "A B ... A" to "B", when two heads come to work together (Olsson et al. 2022): one
+attends to the previous token, and one in a later layer finds the position that follows an earlier occurrence of the
+current token. From random weights this takes most of a short run. Here head 0 of the first two layers has these
+functions from the start; all weights are trained as usual. The embedding must be tied to the softmax, which reads what
+the second head writes. The head for the previous token needs term (d) of the paper alone, v^T W_kR R_d, so that it does
+not depend on words.
 
 Shapes: E width of the model, D width of a head, K distances.
 """
@@ -17,7 +16,6 @@ Shapes: E width of the model, D width of a head, K distances.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -25,7 +23,6 @@ from torch import Tensor, nn
 
 from txl.attention.equations import sinusoid
 from txl.config import ModelConfig, TransformerXLConfig
-from txl.models.layers import Linear
 
 # Number of distances, penalty on |v|^2 and number of Newton steps, with which v of the head is computed.
 _DISTANCES, _PENALTY, _STEPS = 1024, 1e-3, 12
@@ -60,10 +57,9 @@ def init_weights(named_parameters: Iterable[tuple[str, Tensor]], config: ModelCo
 def init_recurrent(uniform: Iterable[tuple[nn.Module, int]], cluster_weight: Tensor | None) -> None:
     """Draw the weights of recurrent layers and of a mixture of softmaxes again.
 
-    Args:
-        uniform: modules, each with its fan n: weights and biases are uniform within 1/sqrt(n). n is the number of units
-            for an LSTM, as in PyTorch, and of inputs for a convolution or mixture, as in Yang et al.'s code.
-        cluster_weight: weights of the tail clusters, which start at 0, as in awd-lstm-lm; None: there are none.
+    `uniform` has modules, each with its fan n: weights and biases are uniform within 1/sqrt(n). n is the number of
+    units for an LSTM, as in PyTorch, and of inputs for a convolution or mixture, as in Yang et al.'s code. Weights of
+    the tail clusters start at 0, as in awd-lstm-lm.
     """
     for module, fan in uniform:
         for parameter in module.parameters():
@@ -76,10 +72,8 @@ def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
     """Return the v with which attention by distance alone goes to distance 1.
 
     It minimises -log softmax(rows v / sqrt(D))_1 + _PENALTY |v|^2, a convex function, by Newton's method. The penalty
-    decreases to its final value, so that every step begins near its solution.
-
-    Args:
-        rows: projected and normalised R_d of distances 0 to K-1.
+    decreases to its final value, so that every step begins near its solution. The rows are the projected and normalised
+    R_d of distances 0 to K-1.
     """
     scores, n_feature = rows / rows.shape[1] ** 0.5, rows.shape[1]
     bias, one = rows.new_zeros(n_feature), torch.eye(n_feature, dtype=rows.dtype, device=rows.device)
@@ -93,29 +87,18 @@ def previous_token_bias(rows: Float[Tensor, "K D"]) -> Float[Tensor, " D"]:
     return bias
 
 
-class AttentionWeights(Protocol):
-    """Weights of a layer's relative attention, except u and v, which layers may share."""
-
-    q_proj: Linear
-    k_proj: Linear
-    v_proj: Linear
-    r_proj: Linear
-    o_proj: Linear
-
-
 @torch.no_grad()
-def init_induction(config: TransformerXLConfig, layers: Sequence[AttentionWeights], v: Float[Tensor, "H D"]) -> None:
+def init_induction(config: TransformerXLConfig, layers: Sequence[nn.Module], v: Float[Tensor, "H D"]) -> None:
     """Give head 0 of the first two layers the weights of an induction circuit.
 
-    If all layers share v, W_kR of head 0 becomes orthogonal to v in the other layers. All other weights stay as they
-    were drawn.
-
-    Args:
-        config: configuration of the model, checked by its `validate`.
-        layers: attention of each layer. The head of the first attends to the previous token, that of the second copies.
-        v: v of the first layer, or of all layers.
+    The head of the first layer attends to the previous token, that of the second copies. `v` is that of the first layer
+    or of all layers; if all share it, W_kR of head 0 becomes orthogonal to it in the other layers. All other weights
+    stay as they were drawn.
     """
-    previous, induction, *_ = layers
+    # W_{k,R} of every layer; for the two heads also W_q, W_{k,E}, W_v and W_o.
+    of_positions = [layer.get_parameter("r_proj.weight") for layer in layers]
+    queries, keys = (layers[1].get_parameter(f"{name}_proj.weight") for name in "qk")
+    values, outputs = ([layer.get_parameter(f"{name}_proj.weight") for layer in layers[:2]] for name in "vo")
     width, own = config.d_head, slice(config.d_head)
     scale = config.init_std * config.d_model**0.5  # deviation of the scaled embeddings; norm of a matrix's random row
 
@@ -126,25 +109,24 @@ def init_induction(config: TransformerXLConfig, layers: Sequence[AttentionWeight
     rows = sinusoid(torch.arange(_DISTANCES, device="cpu"), config.d_model, torch.float64)[:, fastest] * 2**0.5
     chosen = torch.zeros(width, config.d_model, device="cpu")
     chosen[range(width), fastest] = scale
-    previous.r_proj.weight[own] = chosen.to(previous.r_proj.weight)
+    of_positions[0][own] = chosen.to(of_positions[0])
     bias = previous_token_bias(rows)
     v[0] = bias.to(v)
     if not config.untie_r:  # otherwise head 0 of the other layers would prefer some distances, whatever the words
         along = (bias / bias.norm()).to(v)
-        for layer in layers[1:]:
-            projection = layer.r_proj.weight[own]
-            layer.r_proj.weight[own] = projection - torch.outer(along, along @ projection)
+        for weight in of_positions[1:]:
+            weight[own] = weight[own] - torch.outer(along, along @ weight[own])
 
     # The first head writes the previous token's features into a subspace, in which k of the second head reads them.
-    read, written, copied = (previous.v_proj.weight.new_empty(width, config.d_model) for _ in range(3))
+    read, written, copied = (values[0].new_empty(width, config.d_model) for _ in range(3))
     for subspace in (read, written, copied):
         nn.init.orthogonal_(subspace)
     gain = (_FIRST_GAIN * scale) ** 0.5
-    previous.v_proj.weight[own] = gain * read
-    previous.o_proj.weight[:, own] = gain * written.T
-    induction.q_proj.weight[own] = scale * read
-    induction.k_proj.weight[own] = scale * written
+    values[0][own] = gain * read
+    outputs[0][:, own] = gain * written.T
+    queries[own] = scale * read
+    keys[own] = scale * written
     # The second head writes the token that it finds where the softmax, tied to the embeddings, reads it.
     gain = (_SECOND_GAIN * scale) ** 0.5
-    induction.v_proj.weight[own] = gain * copied
-    induction.o_proj.weight[:, own] = gain * copied.T
+    values[1][own] = gain * copied
+    outputs[1][:, own] = gain * copied.T

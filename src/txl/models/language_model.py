@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from txl.config import Lengths, Limit, ModelConfig
 from txl.errors import UserError
-from txl.models.cross_entropy import nll_at_temperature
-from txl.models.loss import EVERY_TARGET, Objective
+from txl.models.loss import EVERY_TARGET, Objective, nll_at_temperature
 
 
 class CacheSettings(TypedDict, total=False):
@@ -35,46 +34,43 @@ class State(Protocol):
     """The state that a model carries from one segment to the next, for B lanes.
 
     A state is a value: no method changes it, and it stays valid after a step has been taken from it. The only exception
-    is training with `train.capture`, where the next step overwrites it.
+    is training with `train.capture`, where the next step overwrites it. The defaults are those of an empty state.
     """
 
     @property
+    @abstractmethod
     def batch_size(self) -> int:
         """Number of lanes B."""
-        ...
 
     @property
     def lengths(self) -> Lengths:
         """Memory length, window and clamp, which are part of the state; 0, None and None for a model without memory."""
-        ...
+        return Lengths()
 
     @property
     def length(self) -> int | None:
         """Number of positions held in memory; None for a recurrent state, which has no positions."""
-        ...
+        return None
 
     def detach(self) -> Self:
         """Return the state, detached from the graph that computed it."""
-        ...
+        return self
 
+    @abstractmethod
     def select(self, lanes: Int[Tensor, " lanes"]) -> Self:
         """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
-        ...
 
     def reset(self, mask: Bool[Tensor, " B"]) -> Self:
         """Return the state with empty memory in the lanes where `mask` is true."""
-        ...
+        return self
 
+    @abstractmethod
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return the state as named tensors, lanes first where a tensor has lanes.
-
-        `LanguageModel.state_from_tensors` is the inverse.
-        """
-        ...
+        """Return the state as named tensors, lanes first; `LanguageModel.state_from_tensors` is the inverse."""
 
     def filled_with_noise(self) -> Self:
         """Return a state of maximal size that holds random numbers, for measurements of time and memory."""
-        ...
+        return self
 
 
 StateT = TypeVar("StateT", bound=State)
@@ -86,15 +82,14 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
     With the same weights, the results for a text do not depend on whether it is read at once, in segments or token by
     token: at all positions if the window is exact, else at the first ``mem_len + 1`` positions.
 
-    A subclass must define `init_state`, `nll` and `log_probs`; all other methods have a default. Code for arbitrary
-    models writes `LanguageModel` without the class of the state, because it only passes a state back to the model that
-    returned it.
+    A subclass must define `init_state`, and `hidden_states`, `nll_of` and `log_probs_of` or else `nll` and `log_probs`.
+    Code for arbitrary models writes `LanguageModel` without the class of the state, because it only passes a state back
+    to the model that returned it.
     """
 
     vocab_size: int
     config: ModelConfig
-    context: int | None = None
-    """Largest number of tokens that a Transformer without memory reads at once; None for other families."""
+    context: int | None = None  # largest number of tokens that a Transformer without memory reads at once
 
     @abstractmethod
     def init_state(
@@ -109,18 +104,18 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
             UserError: for a negative length, or a window that needs more memory than `mem_len`.
         """
 
-    @abstractmethod
     def nll(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT
     ) -> tuple[Float[Tensor, "B T"], StateT]:
-        """Return the negative log-likelihood of each target, in nats, and the next state.
+        """Return the negative log-likelihood of each target, float32 (float64 for such a model), and the next state."""
+        check_targets(tokens, targets)
+        hidden, state = self.hidden_states(tokens, state)
+        return self.nll_of(hidden, targets), state
 
-        Losses are float32, or float64 for a float64 model.
-        """
-
-    @abstractmethod
     def log_probs(self, tokens: Int64[Tensor, "B T"], state: StateT) -> tuple[Float[Tensor, "B T V"], StateT]:
         """Return log-probabilities of the next token over the whole vocabulary, and the next state."""
+        hidden, state = self.hidden_states(tokens, state)
+        return self.log_probs_of(hidden), state
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> StateT:
         """Return the state that `State.to_tensors` described."""
@@ -136,12 +131,15 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         self._lacks("final hidden states to compute losses from")
 
     def nll_of(self, hidden: Float[Tensor, "B T E"], targets: Int64[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-        """Return the negative log-likelihood of each target, in nats, computed from h^N."""
+        """Return the negative log-likelihood of each target, computed from h^N."""
         self._lacks("final hidden states to compute losses from")
 
     def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
         """Return log-probabilities of the next token, computed from h^N."""
         self._lacks("final hidden states to compute losses from")
+
+    def _lacks(self, what: str) -> NoReturn:
+        raise UserError(f"a {type(self).__name__} has no {what}; use one of the models that txl.build_model makes")
 
     def nll_at(
         self, tokens: Int64[Tensor, "B T"], targets: Int64[Tensor, "B T"], state: StateT, temperature: float
@@ -173,15 +171,10 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         state: StateT,
         temperature: float = 1.0,
     ) -> Float[Tensor, " P"]:
-        """Return the negative log-likelihood, in nats, of the tokens that follow selected tokens.
+        """Return the negative log-likelihood of the targets of selected tokens; temperature as in `nll_at`.
 
-        Args:
-            tokens: tokens to read.
-            at: P indices of selected tokens among the B*T tokens, lane after lane; a repeated index must have the same
-                target.
-            targets: tokens that follow the selected tokens.
-            state: memory before the tokens.
-            temperature: as in `nll_at`.
+        `at` has the indices of the selected tokens among the B*T tokens, lane after lane; a repeated index must have
+        the same target.
         """
         # Unselected positions get the target 0, and their losses are not returned.
         following = tokens.new_zeros(tokens.numel()).index_copy(0, at, targets).view_as(tokens)
@@ -194,13 +187,11 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         state: StateT,
         objective: Objective = EVERY_TARGET,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], StateT]:
-        """Return the mean loss over the targets that count, in nats, the sum of the regularisers (or 0), and the state.
+        """Return the mean loss over the targets that count, the sum of the regularisers (or 0), and the state.
 
         Both scalars have gradients; the next state is detached.
         """
-        nll, state = self.nll(tokens, targets, state)
-        counted = objective.counted(targets.shape[1])
-        return nll[:, -counted:].mean(), nll.new_zeros(()), state.detach()
+        self._lacks("weights to train")
 
     def training_loss(
         self,
@@ -223,5 +214,10 @@ class LanguageModel(nn.Module, ABC, Generic[StateT]):
         """Settings of the continuous cache; empty for a model without one."""
         return {}
 
-    def _lacks(self, what: str) -> NoReturn:
-        raise UserError(f"a {type(self).__name__} has no {what}; use one of the models that txl.build_model makes")
+
+def check_targets(tokens: Tensor, targets: Tensor) -> None:
+    """Raise `UserError` if the shapes of targets and tokens differ."""
+    if tokens.shape != targets.shape:
+        raise UserError(
+            f"tokens have shape {list(tokens.shape)}, targets {list(targets.shape)}; expected one target a token"
+        )

@@ -1,19 +1,18 @@
 """Layers that the families share: products, dropout, feed-forward.
 
-Shapes: B lanes, T tokens of a segment, E d_model, I and O inputs and outputs of a linear layer, N rows, V vocabulary.
+Shapes: T tokens of a segment, E d_model, I and O inputs and outputs of a linear layer, D width of a head.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Float32
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from txl.attention.refused import AttentionRefused
+from txl.attention.backends import check_compiled
 from txl.config import TransformerConfig
-from txl.models.cross_entropy import at_least_float32
-from txl.native.attention import why_not_training
+from txl.models.loss import at_least_float32
 from txl.native.operations import compiled_dropout, compiled_rms_norm, linear
 from txl.native.tensors import computes
 
@@ -24,11 +23,6 @@ class Linear(nn.Linear):
     def forward(self, input: Float[Tensor, "*rows I"]) -> Float[Tensor, "*rows O"]:
         """Return the product; see `linear`."""
         return linear(input, self.weight, self.bias)
-
-
-def logits(rows: Float[Tensor, "N I"], weight: Float[Tensor, "V I"], bias: Float[Tensor, " V"]) -> Float[Tensor, "N V"]:
-    """Compute `linear` and return float32, or float64 for a float64 model."""
-    return at_least_float32(linear(rows, weight, bias, keeps_sums=True))
 
 
 class LockedDropout(nn.Module):
@@ -50,34 +44,25 @@ class LockedDropout(nn.Module):
         ones = hidden.new_ones(*hidden.shape[:-2], 1, hidden.shape[-1])
         return hidden * F.dropout(ones, self.p)
 
-    def extra_repr(self) -> str:
-        """Return the rate, for printing."""
-        return f"p={self.p}"
-
 
 class Dropout(nn.Dropout):
-    """`nn.Dropout`, computed by the compiled library after `use_compiled_layers`."""
+    """`nn.Dropout`, in the compiled library if `compiled` is true, as for models whose attention is `compiled`."""
 
     compiled = False
 
     def forward(self, input: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-        """Drop numbers in training; otherwise return the input itself.
-
-        Raises:
-            AttentionRefused: if the compiled library cannot serve the input's device or dtype.
-        """
+        """Drop numbers in training; otherwise return the input itself."""
         if not (self.compiled and self.training and self.p > 0):
             return super().forward(input)
         # Compiled attention would raise the same error, but only after this dropout.
-        if not torch.compiler.is_compiling() and (reason := why_not_training(input.device.type, input.dtype)):
-            raise AttentionRefused("compiled", reason, "auto")
+        check_compiled(input.device.type, input.dtype)
         return compiled_dropout(input, self.p)
 
 
 class HeadNorm(nn.RMSNorm):
     """RMSNorm over the features of each head (`qk_norm`), computed in float32 at least.
 
-    The compiled library computes it without gradients, and after `use_compiled_layers` also in training.
+    The compiled library computes it without gradients, and if `compiled` is true also in training.
     """
 
     compiled = False
@@ -91,29 +76,9 @@ class HeadNorm(nn.RMSNorm):
         return F.rms_norm(wide, self.normalized_shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
 
-def use_compiled_layers(model: nn.Module) -> None:
-    """Make the compiled library compute all ordinary dropout and all head norms of a model in training.
-
-    Models whose attention is `compiled` call this. A resumed run uses the attention that the run has recorded, so it
-    draws from the same generator and rounds in the same way as before.
-    """
-    for module in model.modules():
-        if isinstance(module, Dropout | HeadNorm):
-            module.compiled = True
-
-
 def make_dropout(p: float, locked: bool) -> nn.Module:
     """Return a locked or an ordinary dropout layer of rate `p`."""
     return LockedDropout(p) if locked else Dropout(p)
-
-
-def word_mask(vocab_size: int, p: float, device: torch.device) -> Float32[Tensor, " V"]:
-    """Draw the factor of each token's embedding for one step: 0 with probability `p`, else 1/(1-p).
-
-    A dropped token is dropped at all of its positions (Gal and Ghahramani 2016, Section 4.2; Merity et al. 2017,
-    Section 4.3).
-    """
-    return F.dropout(torch.ones(vocab_size, device=device), p)
 
 
 class PositionwiseFeedForward(nn.Module):

@@ -1,40 +1,40 @@
-"""The loss of a training step, from final hidden states to the number that is minimised.
+"""Losses in nats: the cross-entropy of a linear layer over many classes, and which targets of a segment count.
 
-`training_terms` is the mean over the targets that count, plus regularisers, plus auxiliary losses. The loss of a single
-target comes from the model's softmax (`adaptive.py`), from a mixture of softmaxes (`mixture.py`), and in both from
-`linear_cross_entropy` (`cross_entropy.py`).
-
-Shapes: B lanes, T tokens of a segment, E d_model, V vocabulary.
+Shapes: N rows, E features, V classes; B lanes, T tokens of a segment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from txl.config import LossName, ModelConfig, VanillaConfig
-from txl.models.cross_entropy import at_least_float32, linear_cross_entropy
-from txl.models.layers import Linear
+from txl.config import LossName, validate_temperature
+from txl.native.operations import compiled_cross_entropy, linear, losses_and_sums, serves, write_gradient
+from txl.native.tensors import transforms_are_active
 
 # Number of rows for the targets of each tail cluster of an adaptive softmax.
 TailRows = tuple[int, ...]
+# Largest number of logits that exist at a time: 128 MiB in float32.
+MAX_LOGITS = 1 << 25
+# `ignore_index` that is no class (PyTorch's default silently gives target -100 a loss of 0).
+_NEVER = -(2**62)
 
 
 @dataclass(frozen=True)
 class Objective:
     """Arguments of a training step: positions of a segment whose loss counts, progress of training, and sizes."""
 
-    loss: LossName = "full"
-    """Positions that count. full: all; half: the more recent half (Section 4.2, Table 6); last: only the last."""
-    progress: float = 0.0
-    """Fraction of all updates already made, 0 to 1, for schedules of auxiliary losses."""
+    loss: LossName = "full"  # positions that count: all, the more recent half (Section 4.2, Table 6), or the last
+    progress: float = 0.0  # fraction of all updates already made, 0 to 1, for schedules of auxiliary losses
     tail_rows: TailRows | None = None
-    """Number of rows to reserve for the targets of each tail cluster, at least the number of targets there; None: the
-    model counts the targets, which waits for the device."""
+    """Rows to reserve for the targets of each tail cluster, at least as many as targets there; None: the model counts
+    the targets, which waits for the device."""
     lengths: tuple[int, ...] | None = None
     """Lengths of the consecutive segments that the tokens consist of; gradients flow through the memory from each
     segment to the one before (`train.backprop_segments`). None: one segment."""
@@ -48,100 +48,104 @@ class Objective:
 EVERY_TARGET = Objective()
 
 
-def training_terms(
-    nll: Callable[[Tensor, Tensor], Float[Tensor, "B t"]],
-    hidden: Float[Tensor, "B T E"],
-    dropped: Float[Tensor, "B T E"],
-    targets: Int64[Tensor, "B T"],
-    objective: Objective,
-    config: ModelConfig,
-    squares_dropped: bool,
-) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
-    """Return the mean loss over the targets that count, in nats, and the sum of the regularisers.
+def nll_at_temperature(
+    log_probs: Float[Tensor, "B T V"], targets: Int64[Tensor, "B T"], temperature: float
+) -> Float[Tensor, "B T"]:
+    """Return -log p of each target after every p is replaced by p^(1/temperature), normalised."""
+    validate_temperature(temperature)
+    flattened = (log_probs / temperature).log_softmax(dim=-1)
+    return -flattened.gather(-1, targets[..., None]).squeeze(-1)
 
-    The regularisers are alpha * mean((m h)^2) + beta * mean((h_t - h_{t-1})^2) over the final hidden states h of all
-    positions, including positions whose loss does not count. m is the dropout mask of h in a recurrent model (Merity et
-    al. 2017, Section 4.5, and their code) and 1 in a Transformer (the authors' Penn Treebank code).
+
+def linear_cross_entropy(
+    hidden: Float[Tensor, "N E"],
+    weight: Float[Tensor, "V E"],
+    bias: Float[Tensor, " V"],
+    targets: Int64[Tensor, " N"],
+    max_logits: int | None = None,
+    compiled: bool = True,
+) -> Float[Tensor, " N"]:
+    """Return -log softmax(hidden W^T + b)[target], row by row, in float32 also under autocast (float64 for float64).
+
+    Up to `max_logits` logits are computed at once, by PyTorch's linear layer. The cross-entropy is then computed on a
+    CPU by the compiled library, which reads the logits in their own dtype, and elsewhere by PyTorch. More logits are
+    computed in chunks of rows, discarded at once and computed again in the backward pass: this keeps memory constant
+    for one more matrix product. Chunks have no second derivatives; within transforms of `torch.func` there are none.
 
     Args:
-        nll: function of final hidden states after dropout and of their targets; it returns the loss of each target.
-        hidden, dropped: final hidden states before and after dropout.
-        targets: next token of each position.
-        objective: positions that count.
-        config: configuration with the rates alpha and beta.
-        squares_dropped: True if m is the dropout mask.
+        max_logits: largest number of logits that exist at a time (at least one row); None: `MAX_LOGITS`.
+        compiled: False leaves losses with gradients to PyTorch, so that a run does not depend on the library.
     """
-    final = at_least_float32(hidden)
-    penalty = final.new_zeros(())
-    if config.activation_reg > 0:
-        squared = at_least_float32(dropped) if squares_dropped else final
-        penalty = penalty + config.activation_reg * squared.square().mean()
-    if config.temporal_reg > 0 and targets.shape[1] > 1:
-        penalty = penalty + config.temporal_reg * final.diff(dim=1).square().mean()
-    # The softmax is the largest product of a small model: it is computed only where the loss counts.
-    counted = objective.counted(targets.shape[1])
-    return nll(dropped[:, -counted:], targets[:, -counted:]).mean(), penalty
+    max_logits = MAX_LOGITS if max_logits is None else max_logits
+    compiled = compiled or not torch.is_grad_enabled()
+    if hidden.shape[0] * weight.shape[0] <= max_logits or transforms_are_active():
+        logits = linear(hidden, weight, bias, few=False)
+        losses = compiled_cross_entropy(logits, targets) if compiled else None
+        return _pytorch_s(at_least_float32(logits), targets) if losses is None else losses
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        low = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(low), weight.to(low)
+    with torch.autocast(device, enabled=False):
+        rows = max(1, max_logits // weight.shape[0])
+        return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, rows, compiled)  # pyright: ignore[reportReturnType]
 
 
-def layer_counts(layer: int, n_layer: int, progress: float) -> bool:
-    """Return whether layer `layer` of 1 ... n has a loss at `progress`, the fraction of training done, 0 to 1.
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of `rows` rows at a time; keeps two numbers per row: max(x) and log sum exp(x - max(x))."""
 
-    The loss of an intermediate layer l ends after l/(2n) of training; all have ended after half of the training.
-    """
-    return layer == n_layer or progress < layer / (2 * n_layer)
-
-
-class AuxiliaryHeads(nn.Module):
-    """Classifiers of the auxiliary losses of Al-Rfou et al. (2018, "Auxiliary Losses"), one for each layer and target.
-
-    They are options, off by default as in the paper's own baselines. There are three kinds. The losses of intermediate
-    positions are `train.loss full`: the loss of every position. The other two need classifiers, used only in training,
-    each a logistic regression over the vocabulary:
-
-    - intermediate layers: layer l < n also predicts, for the first l/(2n) of training,
-    - multiple targets: each predicting layer also predicts the token k + 1 places ahead (k = 1 ...), with a weight of
-      0.5.
-    """
-
-    def __init__(self, config: VanillaConfig, vocab_size: int):
-        super().__init__()
-        self.n_layer, self.weight = config.n_layer, config.extra_target_weight
-        heads = {}
-        for layer in range(1 if config.layer_losses else config.n_layer, config.n_layer + 1):
-            # The model's own softmax predicts the last layer's first target.
-            for ahead in range(2 if layer == config.n_layer else 1, config.n_target + 1):
-                heads[f"{layer}_{ahead}"] = Linear(config.d_model, vocab_size)
-        self.heads = nn.ModuleDict(heads)
-
+    @staticmethod
     def forward(
-        self,
-        hidden: Sequence[Float[Tensor, "B T E"]],
-        targets: Int64[Tensor, "B T"],
-        objective: Objective,
-        dropout: nn.Module,
-    ) -> Float[Tensor, ""]:
-        """Return the sum over layers l and targets k of w_k times the mean loss, in nats.
-
-        w_1 is 1 and the other w_k are `extra_target_weight`. Targets after the segment's end do not enter the mean.
-
-        Args:
-            hidden: output of each layer, lowest first.
-            targets: the next token of each position.
-            objective: positions that count, and the progress of training.
-            dropout: dropout applied to hidden states before a classifier.
-        """
-        n_position = targets.shape[1]
-        first = n_position - objective.counted(n_position)
-        total = hidden[-1].new_zeros((), dtype=torch.promote_types(hidden[-1].dtype, torch.float32))
-        for name, head in self.heads.items():
-            assert isinstance(head, Linear)
-            layer, ahead = map(int, name.split("_"))
-            end = n_position - (ahead - 1)  # the k-th target of position t is targets[t + k - 1]
-            if end <= first or not layer_counts(layer, self.n_layer, objective.progress):
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int, compiled: bool
+    ) -> Tensor:
+        parts = []  # the logits of a chunk are discarded at once
+        for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+            logits = _logits(part, weight, bias)
+            if compiled and type(logits) is Tensor and serves(logits, target):
+                parts.append(losses_and_sums(logits, target))
                 continue
-            states = dropout(hidden[layer - 1][:, first:end]).flatten(0, 1)
-            nll = linear_cross_entropy(
-                states, head.weight, head.bias, targets[:, first + ahead - 1 :].flatten(), compiled=False
-            )
-            total = total + (1.0 if ahead == 1 else self.weight) * nll.mean()
-        return total
+            loss, greatest = _pytorch_s(logits, target), logits.amax(dim=1)
+            rest = loss + (logits.gather(1, target[:, None]).squeeze(1) - greatest)
+            parts.append((loss, torch.stack([greatest, rest], dim=1)))
+        losses, sums = (torch.cat(kind) for kind in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden, weight, bias, targets, sums)
+        ctx.rows, ctx.compiled = rows, compiled
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden, weight, bias, targets, sums = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)  # d loss / d hidden = (softmax - onehot) W, chunk by chunk
+        # Sums over chunks are kept in the precision of the loss.
+        grad_weight = torch.zeros_like(weight, dtype=sums.dtype)
+        grad_bias = torch.zeros_like(bias, dtype=sums.dtype)
+        parts = (tensor.split(ctx.rows) for tensor in (hidden, targets, sums, grads[0], grad_hidden))
+        for part, target, of_rows, above, grad_part in zip(*parts, strict=True):
+            logits = _logits(part, weight, bias)  # (softmax - onehot) times the gradient of the loss is written over it
+            if ctx.compiled and type(logits) is Tensor and serves(logits, target):
+                write_gradient(logits, target, of_rows, above, out=logits)
+            else:
+                logits.sub_(of_rows[:, :1]).sub_(of_rows[:, 1:]).exp_()
+                logits.scatter_add_(1, target[:, None], -torch.ones_like(logits[:, :1])).mul_(above[:, None])
+            grad_bias += logits.sum(dim=0)
+            grad_logits = logits.to(weight.dtype)
+            grad_part.copy_(linear(grad_logits, weight.t(), few=False))
+            if weight.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad_logits.t(), part)
+            else:
+                grad_weight += grad_logits.t() @ part
+        return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return at_least_float32(linear(hidden, weight, few=False)).add_(bias)
+
+
+def _pytorch_s(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=_NEVER)
+
+
+def at_least_float32(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Convert to float32; float64 stays float64."""
+    return logits if logits.dtype == torch.float64 else logits.float()

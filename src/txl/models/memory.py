@@ -10,6 +10,7 @@ Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, H
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -29,15 +30,14 @@ class StreamBuffers:
     """Buffers for the positions of memory and of future segments, shared by the states of one stream.
 
     Positions are appended and never overwritten, so all earlier states stay valid. The state that ends at the last
-    written position is continued in place. Any other state is copied to new buffers, and so is a state without enough
-    room. New buffers have room for half of the memory again, so copying costs about two positions per token.
+    written position is continued in place; any other state is copied to new buffers, and so is one without enough room.
     """
 
     def __init__(self, size: int):
         self.size = size
         self.written = 0
+        # Hidden states [B,size,E], keys [H,B,size,D] and values [H,B,size,D] of each layer.
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Hidden states [B,size,E], keys [H,B,size,D] and values [H,B,size,D] of each layer."""
 
     def take(self, end: int, n_new: int) -> bool:
         """Reserve `n_new` positions after `end`; return False if they are taken or beyond the buffers.
@@ -56,32 +56,15 @@ class StreamBuffers:
 
 @dataclass(frozen=True)
 class Projections:
-    """Projected keys and values of the positions in a memory, and W_kR R."""
+    """Projected keys and values of the positions in a memory, and W_kR R; one tensor of each per layer."""
 
-    frozen: Frozen
-    """Record of the model at the time of projection; the projections are valid only while the record holds."""
-    autocast: torch.dtype | None
-    """Dtype of autocast at the time of projection; None: no autocast."""
+    frozen: Frozen  # record of the model at the time of projection; they are valid only while it holds
+    autocast: torch.dtype | None  # at the time of projection
     keys: tuple[Float[Tensor, "H B M D"], ...]
-    """Keys, one tensor per layer."""
     values: tuple[Float[Tensor, "H B M D"], ...]
-    positions: tuple[Float[Tensor, "H L D"], ...]
-    """W_kR R, one tensor per layer, farthest distance first, for L >= M distances."""
-    buffers: StreamBuffers | None = None
-    """Buffers that hold the keys, values and hidden states and may have room for more; None: none."""
-    end: int = 0
-    """Index in the buffers of the position after the newest one."""
-
-    def select(self, lanes: Int[Tensor, " lanes"]) -> Projections:
-        """Return the projections of the lanes with indices `lanes`."""
-        chosen = lanes.to(self.keys[0].device)
-        keys, values = (tuple(rows.index_select(1, chosen) for rows in kind) for kind in (self.keys, self.values))
-        return replace(self, keys=keys, values=values, buffers=None)
-
-    def newest(self, keep: int) -> Projections:
-        """Return the projections of the newest `keep` positions."""
-        keys, values = (tuple(rows[:, :, rows.shape[2] - keep :] for rows in kind) for kind in (self.keys, self.values))
-        return replace(self, keys=keys, values=values)
+    positions: tuple[Float[Tensor, "H L D"], ...]  # W_kR R, farthest distance first, for L >= M distances
+    buffers: StreamBuffers | None = None  # hold the keys, values and hidden states, and may have room for more
+    end: int = 0  # index in the buffers of the position after the newest one
 
 
 class ProjectedSegment:
@@ -104,14 +87,10 @@ class ProjectedSegment:
     def append(
         self, layer: int, hidden: Float[Tensor, "B T E"], key: Float[Tensor, "B T H D"], value: Float[Tensor, "B T H D"]
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Store the input of a layer and the segment's keys and values there; call once per layer, in order.
-
-        Returns:
-            Keys and values of memory and segment, as views of the buffers.
-        """
+        """Store a layer's input, keys and values, layer by layer; return keys and values of memory and segment."""
         added = (hidden, key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3))
         if not self.in_place:
-            self._reserve(layer, added)
+            self._reserve(layer, *added)
         buffers = self.buffers.layers[layer]
         for buffer, new in zip(buffers, added, strict=True):
             buffer.narrow(-2, self.end - self.n_new, self.n_new).copy_(new)
@@ -122,26 +101,23 @@ class ProjectedSegment:
         """Provide the buffers of every layer; a compiled step then writes the position before `end`."""
         if not self.in_place:
             for layer, kinds in enumerate(zip(self.hidden, self.held.keys, self.held.values, strict=True)):
-                self._reserve(layer, kinds)
+                self._reserve(layer, *kinds)
 
-    def _reserve(self, layer: int, like: tuple[Tensor, Tensor, Tensor]) -> None:
-        old = (self.hidden[layer], self.held.keys[layer], self.held.values[layer])
-        self.buffers.layers.append(tuple(map(self._moved, old, like)))  # pyright: ignore[reportArgumentType]
-
-    def _moved(self, old: Tensor, new: Tensor) -> Tensor:
-        """Return a buffer of `self.buffers.size` positions that begins with a copy of the memory."""
-        buffer = new.new_empty(*new.shape[:-2], self.buffers.size, new.shape[-1])
-        buffer.narrow(-2, 0, self.n_memory).copy_(old)
-        return buffer
+    def _reserve(self, layer: int, *like: Tensor) -> None:
+        """Provide the buffers of a layer, which begin with a copy of the memory."""
+        memory = (self.hidden[layer], self.held.keys[layer], self.held.values[layer])
+        hidden, keys, values = (rows.new_empty(*rows.shape[:-2], self.buffers.size, rows.shape[-1]) for rows in like)
+        for buffer, old in zip((hidden, keys, values), memory, strict=True):
+            buffer.narrow(-2, 0, self.n_memory).copy_(old)
+        self.buffers.layers.append((hidden, keys, values))
 
     def finish(self, keep: int) -> tuple[tuple[Tensor, ...], Projections]:
         """Return hidden states and projections of the newest `keep` positions."""
-        kinds = [
+        hidden, keys, values = (
             tuple(rows.narrow(-2, self.end - keep, keep) for rows in kind)
             for kind in zip(*self.buffers.layers, strict=True)
-        ]
-        held = replace(self.held, keys=kinds[1], values=kinds[2], buffers=self.buffers, end=self.end)
-        return kinds[0], held
+        )
+        return hidden, replace(self.held, keys=keys, values=values, buffers=self.buffers, end=self.end)
 
 
 @dataclass(frozen=True)
@@ -151,25 +127,13 @@ class Memory:
     Memory starts without positions and grows to `capacity`. After a reset, a lane never attends to earlier positions.
     """
 
-    hidden: tuple[Float[Tensor, "B M E"], ...]
-    """Hidden states, one tensor per layer, oldest position first; detached, unless `differentiable`."""
-    filled: tuple[int, ...] | None
-    """Number of filled positions in each lane, which are the newest; None: all M in every lane."""
-    lengths: Lengths
-    """Requested memory length, window and clamp."""
-    projections: Projections | None = None
-    """Keys and values of the positions, cached beside `hidden` if they were read without gradients."""
+    hidden: tuple[Float[Tensor, "B M E"], ...]  # one tensor per layer, oldest position first
+    filled: tuple[int, ...] | None  # number of filled positions in each lane, the newest; None: all M in every lane
+    lengths: Lengths  # as requested
+    projections: Projections | None = None  # cached beside `hidden` if they were read without gradients
     differentiable: bool = False
     """True within a training step of several segments: gradients flow through `hidden` to earlier segments."""
-    filled_tensor: Int64[Tensor, " B"] | None = None
-    """`filled` on the device, within a recorded step; see `KeyScope`."""
-
-    @classmethod
-    def empty(cls, n_layer: int, batch_size: int, d_model: int, lengths: Lengths, like: Tensor) -> Memory:
-        """Return a memory without positions, with the dtype and device of `like`."""
-        # Do not use like.new_empty: for a sharded parameter it returns a sharded tensor.
-        nothing = torch.empty(batch_size, 0, d_model, dtype=like.dtype, device=like.device)
-        return cls((nothing,) * n_layer, None, lengths)
+    filled_tensor: Int64[Tensor, " B"] | None = None  # `filled` on the device, within a recorded step; see `KeyScope`
 
     @property
     def batch_size(self) -> int:
@@ -180,21 +144,6 @@ class Memory:
     def length(self) -> int:
         """Number of positions M currently held (in the fullest lane)."""
         return self.hidden[0].shape[1]
-
-    @property
-    def mem_len(self) -> int:
-        """Requested number of positions of memory."""
-        return self.lengths.mem_len
-
-    @property
-    def window(self) -> int | None:
-        """Number of keys that a query attends to, its own included; None: no window."""
-        return self.lengths.window
-
-    @property
-    def clamp_len(self) -> int | None:
-        """Clamp C, as which larger distances count; None: no clamp."""
-        return self.lengths.clamp_len
 
     @property
     def capacity(self) -> int:
@@ -211,8 +160,16 @@ class Memory:
         keep = min(self.capacity, self.length + n_new)
         # SG(m): no gradient flows into memory, except within a step of several segments.
         left = layer_inputs if self.differentiable else [rows.detach() for rows in layer_inputs]
-        hidden = tuple(_newest(old, new, keep) for old, new in zip(self.hidden, left, strict=True))
-        return self.followed_by(n_new, hidden)
+        if keep > n_new:
+            hidden = [torch.cat([old[:, n_new - keep :], new], 1) for old, new in zip(self.hidden, left, strict=True)]
+        else:  # clones, because views would keep the whole segment alive
+            hidden = [new if keep == n_new else new[:, n_new - keep :].clone() for new in left]
+        return self.followed_by(n_new, tuple(hidden))
+
+    def after_projected(self, segment: ProjectedSegment) -> Memory:
+        """Return the memory after a segment that was read with fixed weights."""
+        keep = min(self.capacity, self.length + segment.n_new)
+        return self.followed_by(segment.n_new, *segment.finish(keep))
 
     def followed_by(self, n_new: int, hidden: tuple[Tensor, ...], projections: Projections | None = None) -> Memory:
         """Return the memory with the given `hidden`, after `n_new` more positions were read."""
@@ -221,11 +178,6 @@ class Memory:
             filled = tuple(min(keep, count + n_new) for count in filled)
         filled = _none_if_full(filled, keep)
         return replace(self, hidden=hidden, filled=filled, projections=projections, filled_tensor=None)
-
-    def after_projected(self, segment: ProjectedSegment) -> Memory:
-        """Return the memory after a segment that was read with fixed weights."""
-        keep = min(self.capacity, self.length + segment.n_new)
-        return self.followed_by(segment.n_new, *segment.finish(keep))
 
     def filled_with_noise(self) -> Memory:
         """Return a memory of `capacity` positions with random numbers; see `State.filled_with_noise`."""
@@ -241,45 +193,42 @@ class Memory:
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> Memory:
         """Return the memory of the lanes with indices `lanes`, in that order; indices may repeat."""
-        filled = self.filled
-        if filled is not None:
-            filled = tuple(filled[lane] for lane in lanes.tolist())
-        hidden = tuple(states.index_select(0, lanes.to(states.device)) for states in self.hidden)
-        projections = self.projections and self.projections.select(lanes)
-        return replace(self, hidden=hidden, filled=filled, projections=projections)._trimmed()
+        filled = self.filled and tuple(self.filled[lane] for lane in lanes.tolist())
+        chosen = lanes.to(self.hidden[0].device)
+        return self._changed(lambda rows: rows.index_select(-3, chosen), filled)._trimmed()
 
     def reset(self, mask: Bool[Tensor, " B"]) -> Memory:
         """Return the memory, emptied in the lanes where `mask` is true."""
         filled = self.filled or (self.length,) * self.batch_size
         emptied = tuple(0 if clear else count for clear, count in zip(mask.tolist(), filled, strict=True))
         # Set masked positions to 0: their attention weight is 0, but 0 times a number that is not finite is NaN.
-        mask = sent(mask.cpu(), self.hidden[0].device)
-        hidden = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in self.hidden)
-        held = self.projections
-        if held is not None:
-            keys = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in held.keys)
-            values = tuple(rows.masked_fill(mask[:, None, None], 0) for rows in held.values)
-            held = replace(held, keys=keys, values=values, buffers=None)
-        return replace(self, hidden=hidden, filled=emptied, projections=held)._trimmed()
+        clear = sent(mask.cpu(), self.hidden[0].device)[:, None, None]
+        return self._changed(lambda rows: rows.masked_fill(clear, 0), emptied)._trimmed()
 
     def with_mem_len(self, mem_len: int) -> Memory:
         """Return the memory with the length `mem_len`; the oldest positions beyond this length are dropped."""
         changed = replace(self, lengths=replace(self.lengths, mem_len=mem_len))
         keep = min(changed.capacity, self.length)
-        filled = None if self.filled is None else tuple(min(count, keep) for count in self.filled)
-        return replace(changed._newest(keep), filled=_none_if_full(filled, keep))._trimmed()
+        filled = self.filled and tuple(min(count, keep) for count in self.filled)
+        return changed._newest(keep, filled)._trimmed()
 
     def _trimmed(self) -> Memory:
         """Return the memory without the oldest positions that are filled in no lane."""
-        if self.filled is None:
-            return self
-        keep = max(self.filled, default=0)
-        return replace(self._newest(keep), filled=_none_if_full(self.filled, keep))
+        return self if self.filled is None else self._newest(max(self.filled, default=0), self.filled)
 
-    def _newest(self, keep: int) -> Memory:
-        """Return the memory with only its newest `keep` positions; the caller must update `filled`."""
-        hidden = tuple(states[:, states.shape[1] - keep :] for states in self.hidden)
-        return replace(self, hidden=hidden, projections=self.projections and self.projections.newest(keep))
+    def _newest(self, keep: int, filled: tuple[int, ...] | None) -> Memory:
+        filled, held = _none_if_full(filled, keep), self.projections
+        kept = self._changed(lambda rows: rows.narrow(-2, rows.shape[-2] - keep, keep), filled)
+        # The positions that are kept still end where those of the buffers do.
+        return replace(kept, projections=kept.projections and replace(kept.projections, buffers=held and held.buffers))
+
+    def _changed(self, change: Callable[[Tensor], Tensor], filled: tuple[int, ...] | None) -> Memory:
+        """Return the memory with all tensors changed: hidden states [B,M,E], keys and values [H,B,M,D]."""
+        held = self.projections
+        if held is not None:
+            keys, values = (tuple(map(change, kind)) for kind in (held.keys, held.values))
+            held = replace(held, keys=keys, values=values, buffers=None)
+        return replace(self, hidden=tuple(map(change, self.hidden)), filled=filled, projections=held)
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the memory as named tensors, without projections; `from_tensors` is the inverse."""
@@ -306,14 +255,6 @@ class Memory:
             raise ValueError(f"filled is {filled}, with {n_position} positions and mem_len {mem_len}")
         lengths = Lengths(mem_len, None if window < 0 else window, None if clamp_len < 0 else clamp_len)
         return cls(hidden, _none_if_full(tuple(filled), n_position), lengths)._trimmed()
-
-
-def _newest(old: Tensor, new: Tensor, keep: int) -> Tensor:
-    """Return the last `keep` positions of [old, new]; dropped positions are neither read nor kept alive."""
-    n_new = new.shape[1]
-    if keep <= n_new:  # a clone, because a view would keep the whole segment alive
-        return new if keep == n_new else new[:, n_new - keep :].clone()
-    return torch.cat([old[:, old.shape[1] - (keep - n_new) :], new], dim=1)
 
 
 def _none_if_full(filled: tuple[int, ...] | None, length: int) -> tuple[int, ...] | None:

@@ -1,10 +1,9 @@
 """Recurrent language models: LSTM and QRNN, plain or with the regularisation of AWD-LSTM.
 
-The layers form a stack with dropout between them; the last layer has as many units as the softmax has inputs.
-AWD-LSTM's regularisation (Merity et al. 2017, Section 4) is set in the configuration: `weight_drop`, `locked_dropout`,
-`dropout_words`, `activation_reg` (on the last layer's states after dropout), `temporal_reg` (on its states before
-dropout), and `train.average_patience` for NT-ASGD. As in AWD-LSTM's code, and unlike in the Transformers, embeddings
-are not scaled.
+The last layer of the stack has as many units as the softmax has inputs. AWD-LSTM's regularisation (Merity et al. 2017,
+Section 4) is set in the configuration: `weight_drop`, `locked_dropout`, `dropout_words`, `activation_reg` (on the last
+layer's states after dropout), `temporal_reg` (on its states before dropout), and `train.average_patience` for NT-ASGD.
+As in its code, and unlike in the Transformers, embeddings are not scaled.
 
 Shapes: B lanes, T tokens of a segment, I inputs and H units of a layer, K tokens of a convolution.
 """
@@ -26,9 +25,10 @@ from torch.autograd.function import once_differentiable
 
 from txl.config import Lengths, RecurrentConfig
 from txl.errors import UserError
-from txl.models.cross_entropy import at_least_float32
 from txl.models.family import FamilyModel
 from txl.models.initial_weights import init_recurrent
+from txl.models.language_model import State
+from txl.models.loss import at_least_float32
 from txl.native.operations import linear
 from txl.native.tensors import transforms_are_active
 
@@ -45,16 +45,11 @@ def linear_recurrence(
     Then the last states of the chunks are scanned, and the state before each chunk, times the decays, is added to the
     chunk. This takes 2 sqrt(T) dependent steps on large tensors instead of T on small ones, for three times the
     arithmetic. The scan has no divisions or logarithms, so it is as exact as a loop over positions. On a CPU one chunk
-    is fastest.
+    is fastest. There are no second derivatives.
 
     Args:
-        decay: f.
-        drive: b.
-        initial: c before the first position.
+        decay, drive, initial: f, b, and c before the first position.
         chunk: positions per chunk; None: T on a CPU, else about sqrt(T). It affects the speed, not the result.
-
-    Returns:
-        c, with gradients to `decay`, `drive` and `initial` (no second derivatives).
     """
     n_position = decay.shape[1]
     if chunk is None:
@@ -115,9 +110,8 @@ def _one_after_the_other(decay: Tensor, drive: Tensor, initial: Tensor) -> list[
 # State of a layer, lanes first. LSTM: h and c, [B,H] each; QRNN: c [B,H] and the last K-1 inputs, [B,K-1,I].
 LayerState = tuple[Tensor, ...]
 
-# Devices where autocast, even to bfloat16, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp).
-#
-# The loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
+# Devices where autocast, even to bfloat16, runs an LSTM in float16 (PyTorch's aten/src/ATen/cudnn/AutocastRNN.cpp). The
+# loss is not scaled, and its gradients are below the range of float16. LSTMs therefore disable autocast on these
 # devices and compute in the precision of their weights.
 AUTOCAST_IS_FLOAT16 = ("cuda",)
 # The CPU, if PyTorch cannot run an LSTM in bfloat16 on it (seen with AVX2 alone). LSTMs disable autocast there.
@@ -126,14 +120,8 @@ _HAS_NO_BFLOAT16 = (
 )
 
 
-def _computes_in_own_precision(kind: str) -> bool:
-    """Return whether an LSTM on a kind of device disables autocast; no CPU runs an LSTM in float16."""
-    in_float16 = kind == "cpu" and torch.get_autocast_dtype(kind) == torch.float16
-    return in_float16 or kind in (*AUTOCAST_IS_FLOAT16, *_HAS_NO_BFLOAT16)
-
-
 @dataclass(frozen=True)
-class RecurrentState:
+class RecurrentState(State):
     """The state of every layer; zeros before the first segment."""
 
     layers: tuple[LayerState, ...]
@@ -143,39 +131,24 @@ class RecurrentState:
         """Number of lanes B."""
         return self.layers[0][0].shape[0]
 
-    @property
-    def lengths(self) -> Lengths:
-        """Lengths of an empty memory, without window and clamp."""
-        return Lengths()
-
-    @property
-    def length(self) -> None:
-        """None: the state has no positions."""
-        return None
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> RecurrentState:
+        return RecurrentState(tuple(tuple(map(change, layer)) for layer in self.layers))
 
     def detach(self) -> RecurrentState:
         """Return the state, detached from the graph that computed it."""
-        return RecurrentState(tuple(tuple(tensor.detach() for tensor in layer) for layer in self.layers))
+        return self._changed(Tensor.detach)
 
     def select(self, lanes: Int[Tensor, " lanes"]) -> RecurrentState:
         """Return the state of the lanes with indices `lanes`, in that order; indices may repeat."""
         chosen = lanes.to(self.layers[0][0].device)
-        return RecurrentState(tuple(tuple(tensor[chosen] for tensor in layer) for layer in self.layers))
+        return self._changed(lambda tensor: tensor[chosen])
 
     def reset(self, mask: Bool[Tensor, " B"]) -> RecurrentState:
         """Return the state with zeros in the lanes where `mask` is true."""
         if mask.shape != self.layers[0][0].shape[:1]:
             raise ValueError(f"mask has the shape {tuple(mask.shape)}; expected one entry for each lane")
         mask = mask.to(self.layers[0][0].device)
-
-        def emptied(tensor: Tensor) -> Tensor:
-            return tensor.masked_fill(mask.view(-1, *[1] * (tensor.ndim - 1)), 0)
-
-        return RecurrentState(tuple(tuple(emptied(tensor) for tensor in layer) for layer in self.layers))
-
-    def filled_with_noise(self) -> RecurrentState:
-        """Return the state itself, which always has its maximal size."""
-        return self
+        return self._changed(lambda tensor: tensor.masked_fill(mask.view(-1, *[1] * (tensor.ndim - 1)), 0))
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the state as named tensors, lanes first."""
@@ -205,7 +178,9 @@ class LSTMLayer(nn.Module):
     def forward(self, inputs: Float[Tensor, "B T I"], state: LayerState) -> tuple[Float[Tensor, "B T H"], LayerState]:
         """Return h, and the state after the last token."""
         kind = inputs.device.type
-        if torch.is_autocast_enabled(kind) and _computes_in_own_precision(kind):
+        # No CPU runs an LSTM in float16.
+        low_cpu = kind == "cpu" and torch.get_autocast_dtype(kind) == torch.float16
+        if torch.is_autocast_enabled(kind) and (low_cpu or kind in (*AUTOCAST_IS_FLOAT16, *_HAS_NO_BFLOAT16)):
             with torch.autocast(kind, enabled=False):
                 precision = cast(Tensor, self.lstm.weight_ih_l0).dtype
                 return self.forward(inputs.to(precision), tuple(tensor.to(precision) for tensor in state))
@@ -223,10 +198,6 @@ class LSTMLayer(nn.Module):
             outputs, (hidden, cell) = self.lstm(inputs, (hidden, cell))
         return outputs, (hidden[0], cell[0])
 
-    def extra_repr(self) -> str:
-        """Return the rate, for printing."""
-        return f"weight_drop={self.weight_drop}"
-
 
 class QRNNLayer(nn.Module):
     """A quasi-recurrent layer with fo-pooling (Bradbury et al. 2016, Section 2).
@@ -243,11 +214,8 @@ class QRNNLayer(nn.Module):
         self.recurrence: Callable[[Tensor, Tensor, Tensor], Tensor] = linear_recurrence
 
     def compile(self, *arguments: Any, **settings: Any) -> None:
-        """Compile the layer except for its recurrence, which a trace would unroll into one graph per segment length.
-
-        The recurrence is excluded here and not by a decorator, which would import PyTorch's compiler at every start of
-        the program (1 s).
-        """
+        """Compile the layer except for its recurrence, which a trace would unroll into one graph per segment length."""
+        # Not by a decorator, which would import PyTorch's compiler at every start of the program (1 s).
         self.recurrence = torch.compiler.disable(linear_recurrence)  # pyright: ignore (type of the decorator)
         super().compile(*arguments, **settings)
 
@@ -278,17 +246,11 @@ class QRNNLayer(nn.Module):
         outputs = (torch.sigmoid(output) * cells).to(inputs.dtype)
         return outputs, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
 
-    def extra_repr(self) -> str:
-        """Return the rates, for printing."""
-        return f"kernel_size={self.kernel_size}, weight_drop={self.weight_drop}, zoneout={self.zoneout}"
-
 
 class RecurrentModel(FamilyModel[RecurrentState]):
     """The recurrent language model. Its state has a constant size, and results do not depend on where segments are cut.
 
-    The state is passed on from segment to segment, but has no positions: `mem_len` is always 0. To predict with exactly
-    c tokens of context, the model reads c tokens from an empty state (`txl.losses_at_context`). No gradient flows from
-    a segment to the one before it.
+    The state has no positions: `mem_len` is always 0. No gradient flows from a segment to the one before it.
     """
 
     config_class = RecurrentConfig
@@ -340,15 +302,18 @@ class RecurrentModel(FamilyModel[RecurrentState]):
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> RecurrentState:
         """Return the state from the tensors of `RecurrentState.to_tensors`."""
-        return RecurrentState(
-            tuple((tensors[f"layers.{number}.0"], tensors[f"layers.{number}.1"]) for number in range(len(self.layers)))
-        )
+        names = (f"layers.{number}" for number in range(len(self.layers)))
+        return RecurrentState(tuple((tensors[f"{name}.0"], tensors[f"{name}.1"]) for name in names))
 
     def hidden_states(
         self, tokens: Int64[Tensor, "B T"], state: RecurrentState
     ) -> tuple[Float[Tensor, "B T E"], RecurrentState]:
         """Return h of the last layer, and the state for the next segment; see `LanguageModel.hidden_states`."""
-        self._check(state)
+        expected = [[tensor.shape[1:] for tensor in layer] for layer in self.init_state(1).layers]
+        if not isinstance(state, RecurrentState) or expected != [
+            [tensor.shape[1:] for tensor in layer] for layer in state.layers
+        ]:
+            raise UserError("the state belongs to another model; expected one that this model's init_state made")
         hidden, after = self._embedded(tokens, state), []
         for number, (layer, before) in enumerate(zip(self.layers, state.layers, strict=True)):
             if torch.is_grad_enabled():  # the backward pass cannot keep tensors of inference mode
@@ -356,12 +321,3 @@ class RecurrentModel(FamilyModel[RecurrentState]):
             hidden, carried = layer(hidden if number == 0 else self.dropout_between(hidden), before)
             after.append(carried)
         return hidden, RecurrentState(tuple(after)).detach()
-
-    def _check(self, state: RecurrentState) -> None:
-        """Raise `UserError` for a state of another model."""
-        if isinstance(state, RecurrentState) and len(state.layers) == len(self.layers):
-            expected = self.init_state(1).layers
-            shapes = [[tensor.shape[1:] for tensor in layer] for layer in state.layers]
-            if shapes == [[tensor.shape[1:] for tensor in layer] for layer in expected]:
-                return
-        raise UserError("the state belongs to another model; expected one that this model's init_state made")

@@ -30,10 +30,7 @@ def evaluation_view(model: ModuleT, dtype: torch.dtype | None = None) -> ModuleT
     the model, so it needs no memory for them and follows every update of the weights. Attributes set on the view do not
     affect the model. Layers that `torch.compile` compiled for training run eagerly in the view.
 
-    Args:
-        model: any module, in any mode.
-        dtype: dtype of the view's floating-point parameters and buffers, which are then converted copies; None: they
-            are shared with the model.
+    With `dtype`, floating-point parameters and buffers are not shared but converted copies.
     """
     views: dict[int, nn.Module] = {}
     converted: dict[int, Tensor] = {}
@@ -70,19 +67,15 @@ class Frozen:
     """A model as it is at one moment: its modules, parameters, buffers and hooks.
 
     Code that does not call every module (cached keys and values, compiled steps, the decode engine) must follow one
-    rule: it may do so only with a record that names no `outsider`, and only as long as the record holds.
-
-    Args:
-        model: model to record.
-        own: classes whose `forward` such code replaces; `nn.Module` stands for modules without a `forward`.
+    rule: it may do so only with a record that names no `outsider`, and only as long as the record holds. `own` has the
+    classes whose `forward` such code replaces; `nn.Module` stands for modules without a `forward`.
     """
 
     def __init__(self, model: nn.Module, own: frozenset[type]):
         self.model = model
+        # Message about a module that must be called itself: its class is not in `own`, or it has a forward hook.
         self.outsider: str | None = None
-        """Message about a module that must be called itself: its class is not in `own`, or it has a forward hook."""
-        self.weights: LayerWeights | None = None
-        """Weights for the compiled steps, kept here by the first of them; valid as long as the record holds."""
+        self.weights: LayerWeights | None = None  # for the compiled steps, kept here by the first of them
         self._vars: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         # Every place from which a call of the model takes a module, a tensor or a method.
@@ -107,8 +100,7 @@ class Frozen:
         self._owners, self._names = zip(*places, strict=True)
         self._values = [*map(dict.get, self._owners, self._names)]
         self._counts = [*map(len, self._hooks)]
-        tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
-        self._tensors = [*tensors.values()]
+        self._tensors = [*{id(value): value for value in self._values if isinstance(value, Tensor)}.values()]
         # An inference tensor has no version, and only inference mode can change it.
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._contents = self._contents_now()
@@ -117,10 +109,9 @@ class Frozen:
         return type(None), ()  # a pickle or a copy of the record would be meaningless, so it becomes None
 
     def holds(self, hooks: bool = True) -> bool:
-        """Return whether all modules, parameters and buffers are still the same objects with the same values.
+        """Return whether all modules, parameters, buffers and (with `hooks`) forward hooks are still the same.
 
-        With `hooks`, the forward hooks must be unchanged too. A change through `parameter.data` is not detected,
-        because PyTorch does not count it as a new version.
+        A change through `parameter.data` is not detected, because PyTorch does not count it as a new version.
         """
         # Asked for each segment and each decoded token, so the loops run in C.
         return (
@@ -132,14 +123,6 @@ class Frozen:
     def evaluates(self) -> bool:
         """Return whether every module is in evaluation mode."""
         return not any(map(_training, self._vars))
-
-    def change(self) -> str:
-        """Return a description of the first change found since the record was made."""
-        for owner, name, value in zip(self._owners, self._names, self._values, strict=True):
-            if owner.get(name) is not value:
-                return f"{name} was replaced"
-        changed = self._contents_now() != self._contents
-        return "parameter values have changed" if changed else "a forward hook was added or removed"
 
     def _contents_now(self) -> tuple[list[int], list[int]]:
         """Return the addresses and versions of all tensors: `model.to` changes the first, an optimiser the second."""

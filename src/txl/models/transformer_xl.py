@@ -12,7 +12,7 @@ E d_model, V vocabulary, L distances.
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,9 @@ from txl.config import Lengths, ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
-from txl.models.family import FamilyModel, check_targets
+from txl.models.family import FamilyModel
 from txl.models.initial_weights import init_induction
+from txl.models.language_model import check_targets
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.loss import EVERY_TARGET, Objective
 from txl.models.memory import Memory, ProjectedSegment, Projections
@@ -44,7 +45,7 @@ class RelativeMultiHeadAttention(nn.Module):
     """The attention sub-layer: projections, A^rel, Masked-Softmax, output projection, residual, LayerNorm."""
 
     attend: RelativeAttention
-    """Function that computes attention from projections: the model's `Backend`, or an observer that wraps it."""
+    """The model's `Backend`, or an observer that wraps it."""
 
     def __init__(self, config: TransformerXLConfig, backend: Backend):
         super().__init__()
@@ -82,15 +83,10 @@ class RelativeMultiHeadAttention(nn.Module):
         """Compute the sub-layer for one segment: the equations of Section 3.3, line by line.
 
         Args:
-            hidden: h^{n-1}.
-            memory: m^{n-1}, with its gradient stopped, SG(m); W_k and W_v still get gradients from it.
+            hidden, memory: h^{n-1}, and SG(m^{n-1}), from which W_k and W_v still get gradients.
             r: rows R_d, farthest distance first; with learned vectors the distances; in the factorised form the tables
                 that replace R.
             shared_biases: u and v, if all layers share them.
-            scope: rule of which keys a query sees.
-
-        Returns:
-            LayerNorm(Linear(a) + h^{n-1}), or h^{n-1} + Linear(a) with pre-norm.
         """
         # The segment is h, memory m: [SG(m) o h] is never made, because keys and values are projected part by part.
         context, before = hidden, memory
@@ -116,14 +112,9 @@ class RelativeMultiHeadAttention(nn.Module):
         shared_biases: Biases | None,
         scope: KeyScope,
     ) -> Float[Tensor, "B T E"]:
-        """Compute `forward` without gradients and dropout, given the keys and values of memory and the positions.
+        """Compute `forward` without gradients and dropout, given W_{k,R} R and the keys and values of memory.
 
-        Args:
-            hidden: h^{n-1}.
-            segment: keys and values of memory; those of this segment are appended.
-            layer: index of the layer, from 0.
-            position: W_{k,R} R.
-            shared_biases, scope: as for `forward`.
+        Those of this segment are appended at index `layer`, from 0.
         """
         context = self.norm(hidden) if self.pre_norm else hidden
         # Keys of earlier segments stay as they are: with fixed weights, W_k m is what it was when m was read.
@@ -132,17 +123,15 @@ class RelativeMultiHeadAttention(nn.Module):
         return self.merge(hidden, self.attend(operands, scope))
 
     def query(self, context: Float[Tensor, "B T E"]) -> Float[Tensor, "B T H D"]:
-        """Project queries; with pre-norm, `context` must already be normalised."""
+        """Project queries; with pre-norm, `context` must already be normalised, here and for keys and values."""
         return self._heads(self.q_proj(context), self.q_norm)
 
     def keys_and_values(
         self, context: Float[Tensor, "B T E"], before: Float[Tensor, "B M E"] | None = None
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
-        """Project [before o context] to keys and values; with pre-norm, both must already be normalised.
-
-        The products of `before`, the memory, are computed separately: a product of both would keep a copy of both for
-        the backward pass, and compute gradients for memory, which are not needed.
-        """
+        """Project [before o context] to keys and values."""
+        # The products of `before`, the memory, are computed separately: a product of both would keep a copy of both for
+        # the backward pass, and compute gradients for memory, which are not needed.
         parts = [context] if before is None or before.shape[1] == 0 else [before, context]
         key, value = (torch.cat([project(part) for part in parts], dim=1) for project in (self.k_proj, self.v_proj))
         return self._heads(key, self.k_norm), self._heads(value)
@@ -186,39 +175,17 @@ class TransformerXLLayer(nn.Module):
         self.attention = RelativeMultiHeadAttention(config, backend)
         self.feed_forward = PositionwiseFeedForward(config)
 
-    def forward(
-        self,
-        hidden: Float[Tensor, "B T E"],
-        memory: Float[Tensor, "B M E"],
-        r: Float[Tensor, "S E"] | Int64[Tensor, " S"] | SegmentPhases,
-        shared_biases: Biases | None,
-        scope: KeyScope,
-    ) -> Float[Tensor, "B T E"]:
+    def forward(self, hidden: Float[Tensor, "B T E"], *segment: Any) -> Float[Tensor, "B T E"]:
         """Compute h^n from h^{n-1}; arguments as in `RelativeMultiHeadAttention`."""
-        return self.feed_forward(self.attention(hidden, memory, r, shared_biases, scope))
+        return self.feed_forward(self.attention(hidden, *segment))
 
-    def read(
-        self,
-        hidden: Float[Tensor, "B T E"],
-        segment: ProjectedSegment,
-        layer: int,
-        position: Float[Tensor, "S H D"],
-        shared_biases: Biases | None,
-        scope: KeyScope,
-    ) -> Float[Tensor, "B T E"]:
+    def read(self, hidden: Float[Tensor, "B T E"], *segment: Any) -> Float[Tensor, "B T E"]:
         """Compute `forward` without gradients and dropout; arguments as in `RelativeMultiHeadAttention.read`."""
-        return self.feed_forward(self.attention.read(hidden, segment, layer, position, shared_biases, scope))
+        return self.feed_forward(self.attention.read(hidden, *segment))
 
 
 class TransformerXL(FamilyModel[Memory]):
-    """The Transformer-XL language model. Its state is a `Memory`.
-
-    Args:
-        config: model configuration.
-        vocab_size: number of tokens in the vocabulary.
-        device, dtype: device and dtype of the matrix products in training, on which the choice of attention depends;
-            None: not known yet.
-    """
+    """The Transformer-XL language model. Its state is a `Memory`."""
 
     config_class = TransformerXLConfig
     config: TransformerXLConfig  # pyright: ignore[reportIncompatibleVariableOverride] (never assigned)
@@ -240,12 +207,16 @@ class TransformerXL(FamilyModel[Memory]):
         self.dropout_r = self._dropout(config.dropout_r)
         self._finish()
 
+    @property
+    def attentions(self) -> list[RelativeMultiHeadAttention]:
+        """The attention of each layer."""
+        return [cast(TransformerXLLayer, layer).attention for layer in self.layers]
+
     def init_weights(self) -> None:
         """See `FamilyModel.init_weights`; then `init_induction`, if the configuration says so."""
         super().init_weights()
         if self.config.init == "induction":
-            layers = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
-            init_induction(self.config, layers, self.v if self.shares_biases else layers[0].v)
+            init_induction(self.config, self.attentions, self.v if self.shares_biases else self.attentions[0].v)
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -262,7 +233,9 @@ class TransformerXL(FamilyModel[Memory]):
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""
-        return Memory.empty(self.config.n_layer, batch_size, self.config.d_model, lengths, like=self.softmax.bias)
+        like = self.softmax.bias  # not like.new_empty: for a sharded parameter it returns a sharded tensor
+        nothing = torch.empty(batch_size, 0, self.config.d_model, dtype=like.dtype, device=like.device)
+        return Memory((nothing,) * self.config.n_layer, None, lengths)
 
     def state_from_tensors(self, tensors: dict[str, Tensor]) -> Memory:
         """Return the state from the tensors of `Memory.to_tensors`."""
@@ -271,12 +244,9 @@ class TransformerXL(FamilyModel[Memory]):
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: Memory) -> tuple[Float[Tensor, "B T E"], Memory]:
         """Return h^N and the memory for the next segment; see `LanguageModel.hidden_states`.
 
-        There are three ways to compute them:
-
-        - `_from_hidden` projects the hidden states of memory to keys and values again. Used in training, for
-          gradients, and if a module has a hook or is of another class.
-        - `_read_token` passes one token through all layers in the compiled library.
-        - `_from_projections` reads all other segments with fixed weights, and projects each key and value only once.
+        `_from_hidden` projects the hidden states of memory to keys and values again: in training, for gradients, and if
+        a module has a hook or is of another class. Otherwise each key and value is projected only once: `_read_token`
+        passes one token through all layers in the compiled library, `_from_projections` reads other segments.
         """
         if (
             not isinstance(state, Memory)
@@ -288,7 +258,9 @@ class TransformerXL(FamilyModel[Memory]):
         if self.training and self.config.dropout_words > 0:
             # A token without memory sees only itself. If its word were dropped, it would be exactly 0 in every layer,
             # and the backward pass of each LayerNorm would multiply its gradient by 1/sqrt(eps) = 316.
-            begins = state.scope().lanes_without_memory(len(tokens), tokens.device)
+            oldest = state.scope().oldest(tokens.device)
+            begins = torch.full((len(tokens),), state.length == 0, device=tokens.device)
+            begins = begins if oldest is None else oldest == state.length
         hidden = self._embedded(tokens, state, begins=begins)
         held = None if self.training or torch.is_grad_enabled() else self._projections(hidden, state)
         if held is None:
@@ -298,25 +270,33 @@ class TransformerXL(FamilyModel[Memory]):
 
     def _from_hidden(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Compute h^N and the next memory from h^0 [B,T,E] and the hidden states of memory, as in Section 3.3."""
-        r = self._relative_positions(hidden, state)
-        shared_biases = (self.u, self.v) if self.shares_biases else None
-        scope = state.scope()
+        (n_lane, n_new, _), device, scope = hidden.shape, hidden.device, state.scope()
+        if self.phase_tables is None:  # R for all distances
+            distances = distances_farthest_first(state.length + n_new, state.lengths.clamp_len, device)
+            r = self._encoded(distances, hidden.dtype)
+        else:  # the factorised form: tables that replace R
+            autocast = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
+            # The state may have another clamp than the configuration.
+            here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
+            if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
+                raise refusal
+            r = self.phase_tables.phases(scope, n_new, n_lane, state.capacity, dtype, device)
         layer_inputs = []  # h^{n-1} of every layer n becomes its memory m^{n-1} (Section 3.2)
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
             stopped = (memory if state.differentiable else memory.detach()).to(hidden.dtype)  # SG(m)
             if stopped.is_inference() and torch.is_grad_enabled():
                 stopped = stopped.clone()  # autograd cannot keep a tensor of inference mode
-            hidden = layer(hidden, stopped, r, shared_biases, scope)
+            hidden = layer(hidden, stopped, r, self._shared_biases(), scope)
         return hidden, state.after_hidden(layer_inputs)
 
+    def _shared_biases(self) -> Biases | None:
+        return (self.u, self.v) if self.shares_biases else None
+
     def training_terms(
-        self,
-        tokens: Int64[Tensor, "B T"],
-        targets: Int64[Tensor, "B T"],
-        state: Memory,
-        objective: Objective = EVERY_TARGET,
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, ""], Memory]:
+        self, tokens: Tensor, targets: Tensor, state: Memory, objective: Objective = EVERY_TARGET
+    ) -> tuple[Tensor, Tensor, Memory]:
         """Return `FamilyModel.training_terms` of one segment or of several segments (`Objective.lengths`).
 
         Several segments train by truncated back-propagation through time: each segment attends to the memory that
@@ -332,7 +312,8 @@ class TransformerXL(FamilyModel[Memory]):
         state, losses, penalties = dataclasses.replace(state, hidden=before, differentiable=True), [], []
         segments = zip(*(ids.split(objective.lengths, dim=1) for ids in (tokens, targets)), counted, strict=True)
         for read, following, count in segments:
-            loss, penalty, state = self._terms(read, following, state, one)
+            hidden, state = self.hidden_states(read, state)
+            loss, penalty = self._terms(hidden, following, one)
             losses.append(loss * (count / sum(counted)))
             penalties.append(penalty * (count / sum(counted)))
         return torch.stack(losses).sum(), torch.stack(penalties).sum(), state.detach()
@@ -344,31 +325,14 @@ class TransformerXL(FamilyModel[Memory]):
         # The authors drop features of R as they drop those of the embedding.
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
 
-    def _relative_positions(self, hidden: Tensor, state: Memory) -> Tensor | SegmentPhases:
-        """Return R for all distances, farthest first, or in the factorised form the tables that replace R."""
-        n_lane, n_new, _ = hidden.shape
-        if self.phase_tables is None:
-            distances = distances_farthest_first(state.length + n_new, state.lengths.clamp_len, hidden.device)
-            return self._encoded(distances, hidden.dtype)
-        device, dtype = hidden.device, hidden.dtype
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        # The state may have another clamp than the configuration.
-        here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
-        if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
-            raise refusal
-        return self.phase_tables.phases(state.scope(), n_new, n_lane, state.capacity, dtype, device)
-
     def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
         """Compute h^N and the next memory from h^0 [B,T,E] and the projected keys and values of memory."""
-        n_new = hidden.shape[1]
-        segment = ProjectedSegment(state.hidden, held, n_new)
-        shared_biases = (self.u, self.v) if self.shares_biases else None
-        scope, n_key = state.scope(), state.length + n_new
+        segment = ProjectedSegment(state.hidden, held, hidden.shape[1])
+        biases, scope, n_key = self._shared_biases(), state.scope(), state.length + hidden.shape[1]
         for number, layer in enumerate(self.layers):
             position = held.positions[number]  # [H,L,D] for L >= S distances, the farthest first
             position = position.narrow(1, position.shape[1] - n_key, n_key).transpose(0, 1)
-            hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, shared_biases, scope)
+            hidden = cast(TransformerXLLayer, layer).read(hidden, segment, number, position, biases, scope)
         return hidden, state.after_projected(segment)
 
     def _read_token(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory] | None:
@@ -394,18 +358,14 @@ class TransformerXL(FamilyModel[Memory]):
         seen = torch.tensor([min(count + 1, window) for count in filled], dtype=torch.int64, device="cpu")
         # h^0 in the dtype of the library's sums; the step turns it into h^N in place.
         through = hidden.flatten(0, 1).to(sums_dtype(weights.dtype), copy=True)
-        lanes = torch.arange(n_lane, device="cpu")
-        weights.step(
-            through,
-            caches_of(keys, values, inputs, held.positions),
-            places_of(keys[0], inputs[0], held.positions[0], state.lengths.clamp_len, lanes, at, seen),
-        )
+        lanes, clamp_len = torch.arange(n_lane, device="cpu"), state.lengths.clamp_len
+        places = places_of(keys[0], inputs[0], held.positions[0], clamp_len, lanes, at, seen)
+        weights.step(through, caches_of(keys, values, inputs, held.positions), places)
         return through.to(hidden.dtype)[:, None], state.after_projected(segment)
 
     def compiled_weights(self) -> LayerWeights | None:
         """Return the layers for the compiled library; None if it cannot compute them, or an observer wraps `attend`."""
-        attentions = [cast(TransformerXLLayer, layer).attention for layer in self.layers]
-        if not self.backend.compiled_step or any(attention.attend is not self.backend for attention in attentions):
+        if not self.backend.compiled_step or any(own.attend is not self.backend for own in self.attentions):
             return None
         return layer_weights(self.config, self.layers, self if self.shares_biases else None)
 
@@ -416,20 +376,15 @@ class TransformerXL(FamilyModel[Memory]):
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor
     ) -> tuple[Float[Tensor, "H L D"], ...]:
-        """Return W_kR R of every layer for L = `n_distance` distances, farthest first; dtype and device as `like`.
-
-        With the encoding "shaw" these are the learned vectors.
-        """
+        """Return W_kR R (or the learned vectors) of every layer for L = `n_distance` distances, farthest first."""
         distances = distances_farthest_first(n_distance, clamp_len, like.device)
         r = self._encoded(distances, like.dtype)  # not in training, so without dropout
-        attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
-        return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in attentions)
+        return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in self.attentions)
 
     def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
         """Return the state's projections if the current weights computed them, else project memory again.
 
-        Return None in training mode, or if the model has hooks or modules of other classes (`Frozen.outsider`): then
-        all modules must be called.
+        None where all modules must be called: in training mode, or with a `Frozen.outsider`.
         """
         held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -439,11 +394,10 @@ class TransformerXL(FamilyModel[Memory]):
             if frozen.outsider is not None or not frozen.evaluates():
                 return None
         if held is None or held.frozen is not frozen or held.autocast != autocast:
-            attentions = (cast(TransformerXLLayer, layer).attention for layer in self.layers)
             memories = (memory.to(hidden.dtype) for memory in state.hidden)  # the model's dtype may have changed
             both = [
                 attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
-                for attention, memory in zip(attentions, memories, strict=True)
+                for attention, memory in zip(self.attentions, memories, strict=True)
             ]
             # Heads first: the rows of one head lie side by side, as the products of a decoding step read them.
             keys, values = (tuple(rows.permute(2, 0, 1, 3) for rows in kind) for kind in zip(*both, strict=True))
@@ -452,9 +406,8 @@ class TransformerXL(FamilyModel[Memory]):
         if n_known < n_key:
             # Double the number of distances: memory may never fill, so its capacity is not computed at once.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
-            held = dataclasses.replace(
-                held, positions=self.position_projections(n_distance, state.lengths.clamp_len, hidden)
-            )
+            positions = self.position_projections(n_distance, state.lengths.clamp_len, hidden)
+            held = dataclasses.replace(held, positions=positions)
         return held
 
 

@@ -1,12 +1,11 @@
 """Attention in the compiled library, for reading and for training, without a matrix of all scores.
 
-Operands are the tensors query [B,T,H,D], key and value [B,S,H,D], memory first, and for relative attention (terms (a)
-to (d)) also position [S,H,D], W_kR R with the farthest distance first, and the biases u and v [H,D]. Without the last
-three it is plain causal attention.
+Operands are query [B,T,H,D], key and value [B,S,H,D], memory first, and for relative attention also position [S,H,D],
+W_kR R with the farthest distance first, and the biases u and v [H,D]; without these it is plain causal attention.
 
 For the backward pass the operands, the output and two numbers per query are kept. Dropout of an attention weight is
-drawn from a seed and the weight's index, so that the backward pass can draw it again; PyTorch's generator draws the
-seed. Results are the same to the last bit with any number of threads.
+drawn from a seed, drawn by PyTorch's generator, and the weight's index, so that the backward pass can draw it again.
+Results are the same to the last bit with any number of threads.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 """
@@ -15,27 +14,26 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.native.build import library, why_not
-from txl.native.tensors import SUFFIXES, Count, Pointer, readable
+from txl.native.tensors import SUFFIXES, Count, Pointer, call, needed, readable
 
 # Smallest number of queries for which packing keys for the library is faster than PyTorch's products.
 FEWEST_QUERIES = 8
 
 
 class _Rows(ctypes.Structure):
-    """`Rows` in attention.h: address and strides of numbers [B,n,H,D]."""
+    """`Rows` in attention.h: address and strides of numbers [B,n,H,D], or [n,H,D] with a stride of 0 for lanes."""
 
     _fields_ = [("first", Pointer), *((name, Count) for name in ("lane", "row", "head"))]
 
     @classmethod
     def of(cls, rows: Tensor) -> _Rows:
-        """Return the address and strides of numbers [B,n,H,D] or [n,H,D], which has a stride of 0 for lanes."""
-        lane, row, head = (0, *rows.stride()[:-1])[-3:]
-        return cls(rows.data_ptr(), lane, row, head)
+        return cls(rows.data_ptr(), *(0, *rows.stride()[:-1])[-3:])
 
 
 class _Call(ctypes.Structure):
@@ -79,11 +77,10 @@ class _Operands:
         query, key = self.rows[:2]
         n_lane, n_query, n_head, d_head = query.shape
         rows = [_Rows.of(operand) for operand in self.rows]
-        biases = [bias.data_ptr() for bias in self.biases]
         return _Call(
             *(n_lane, n_query, key.shape[1], n_head, d_head),
             *(rows if len(rows) == 4 else [*rows, _Rows()]),
-            *(biases or (None, None)),
+            *([bias.data_ptr() for bias in self.biases] or (None, None)),
             _address(self.filled),
             self.window,
             _address(out),
@@ -93,20 +90,23 @@ class _Operands:
         )
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    rows = rows.to(dtype)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def reading_attention(
     operands: Sequence[Tensor], window: int | None = None, filled: tuple[int, ...] | None = None
 ) -> Tensor | None:
-    """Compute attention without gradients; memory is needed only for the outputs.
+    """Compute attention [B,T,H,D] without gradients; memory is needed only for the outputs.
 
-    Args:
-        operands: query, key and value with any strides between rows, and position, u and v for relative attention.
-        window: number of keys that a query sees, its own included; None: all up to its own.
-        filled: number of filled positions of memory in each lane, which are the newest; None: all.
-
-    Returns:
-        Attention outputs [B,T,H,D]. None if the library does not support the call or PyTorch is as fast: with
-        gradients, on another device, in another dtype, for few queries, without a C++ compiler, while `torch.compile`
-        traces.
+    Window and filled positions are those of `KeyScope`. None if the library does not support the call or PyTorch is as
+    fast: with gradients, on another device, in another dtype, for few queries, without a C++ compiler, while
+    `torch.compile` traces.
     """
     query = operands[0]
     if (
@@ -122,26 +122,19 @@ def reading_attention(
         return None
     counts = None if filled is None else torch.tensor(filled, device="cpu")
     held, out = _Operands(operands, counts, window, query.dtype), query.new_empty(query.shape)
-    _run("txl_attend", query.dtype, held.call(out, None))
+    call("txl_attend", query.dtype, held.call(out, None))
     return out
 
 
 def training_attention(
     operands: Sequence[Tensor], *, window: int | None = None, filled: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """Compute attention with gradients, but without second derivatives.
+    """Compute attention [B,T,H,D] with gradients, but without second derivatives.
 
     Args:
-        operands: query, key and value, float32 or bfloat16 on a CPU, and position, u and v for relative attention.
-        window: number of keys that a query sees, its own included; None: no limit.
-        filled: int64 [B], number of filled positions among the S - T of memory, which are the newest; None: all.
+        operands: float32 or bfloat16 on a CPU; `why_not_training` tells beforehand whether the library has them.
+        window, filled: as in `KeyScope`; `filled` is int64 [B].
         dropout: probability with which an attention weight is dropped.
-
-    Returns:
-        Attention outputs [B,T,H,D].
-
-    Raises:
-        RuntimeError: if the library is not available; `why_not_training` detects this beforehand.
     """
     seed = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu") if dropout > 0 else None
     return _attend(list(operands), filled, seed, window, dropout)[0]
@@ -152,9 +145,14 @@ def why_not_training(device: torch.device | str, dtype: torch.dtype) -> str | No
     if torch.device(device).type != "cpu":
         return f"cannot train on {device}, only on cpu"
     if dtype not in SUFFIXES:
-        return f"cannot train in {dtype}; set train.dtype to float32"
+        return f"cannot train in {dtype}, only in float32 and bfloat16"
     reason = why_not()
     return reason and f"needs the compiled library ({reason})"
+
+
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the library's products: float32 for bfloat16 that the processor cannot multiply."""
+    return dtype if dtype != torch.bfloat16 or needed("attention").txl_attends_bfloat16() else torch.float32
 
 
 @torch.library.custom_op("txl::attention", mutates_args=(), device_types="cpu")
@@ -167,7 +165,7 @@ def _attend(
     out = query.new_empty(query.shape, dtype=dtype)
     sums = query.new_empty(n_lane, n_head, n_query, 2, dtype=torch.float32)
     held = _Operands(operands, filled, window, dtype)
-    _run("txl_attend", dtype, held.call(out, sums, seed, dropout))
+    call("txl_attend", dtype, held.call(out, sums, seed, dropout))
     return out.to(query.dtype), sums
 
 
@@ -190,66 +188,29 @@ def _attend_backward(
     dtypes = [dtype] * len(held.rows) + [torch.float32] * len(held.biases)
     grads = [of.new_empty(of.shape, dtype=dtype) for of, dtype in zip(operands, dtypes, strict=True)]
     addresses = [grad.data_ptr() for grad in grads]
-    call = _Gradients(held.call(None, sums, seed, dropout), _Rows.of(out), _Rows.of(above), *addresses)
-    _run("txl_attend_backward", dtype, call)
+    arguments = _Gradients(held.call(None, sums, seed, dropout), _Rows.of(out), _Rows.of(above), *addresses)
+    call("txl_attend_backward", dtype, arguments)
     return [grad.to(of.dtype) for grad, of in zip(grads, operands, strict=True)]
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _run(name: str, dtype: torch.dtype, call: ctypes.Structure) -> None:
-    getattr(_library(), f"{name}_{SUFFIXES[dtype]}")(ctypes.byref(call), torch.get_num_threads())
-
-
-def _dense(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tensor in a dtype, with stride 1 in the last dimension."""
-    rows = rows.to(dtype)
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the library's products: float32 for bfloat16 that the processor cannot multiply."""
-    return dtype if dtype != torch.bfloat16 or _library().txl_attends_bfloat16() else torch.float32
-
-
-def _library() -> ctypes.CDLL:
-    compiled = library()
-    if compiled is None:
-        raise RuntimeError(f"compiled attention needs the compiled library ({why_not()})")
-    return compiled
-
-
 @_attend.register_fake
-def _(
-    operands: Sequence[Tensor], filled: Tensor | None, seed: Tensor | None, window: int | None, dropout: float
-) -> tuple[Tensor, Tensor]:
+def _(operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
     query = operands[0]
     n_lane, n_query, n_head, _ = query.shape
     return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, 2, dtype=torch.float32)
 
 
 @_attend_backward.register_fake
-def _(
-    above: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    operands: Sequence[Tensor],
-    filled: Tensor | None,
-    seed: Tensor | None,
-    window: int | None,
-    dropout: float,
-) -> list[Tensor]:
+def _(above: Tensor, out: Tensor, sums: Tensor, operands: Sequence[Tensor], *others: Any) -> list[Tensor]:
     return [of.new_empty(of.shape) for of in operands]
 
 
-def _keep(ctx, inputs, output) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     operands, filled, seed, ctx.window, ctx.dropout = inputs
     ctx.save_for_backward(*output, filled, seed, *operands)
 
 
-def _gradients(ctx, above: Tensor, _above_sums: Tensor | None) -> tuple[list[Tensor] | None, ...]:
+def _gradients(ctx: Any, above: Tensor, _above_sums: Tensor | None) -> tuple[list[Tensor] | None, ...]:
     out, sums, filled, seed, *operands = ctx.saved_tensors
     return _attend_backward(above, out, sums, operands, filled, seed, ctx.window, ctx.dropout), None, None, None, None
 

@@ -21,8 +21,7 @@ from pathlib import Path
 
 from txl.devices import cpu_flags, cpu_lines
 from txl.files import cache_folder
-from txl.native.compiling import compile_library, compiler_flags, find_compiler
-from txl.native.prebuilt import find_prebuilt
+from txl.native.compiling import compile_library, compiler_flags, find_compiler, find_prebuilt
 from txl.native.sources import cpp_sources
 
 _FLAGS = compiler_flags("-march=native")
@@ -55,12 +54,12 @@ def library() -> ctypes.CDLL | None:
         return None
     found, reason = _load()
     if reason is not None:
-        _say(reason)
+        _log_once(reason)
     return found
 
 
-@functools.cache  # so that it is logged once
-def _say(reason: str) -> None:
+@functools.cache
+def _log_once(reason: str) -> None:
     _logger.warning("compiled code is not available, PyTorch is used instead: %s", reason)
 
 
@@ -70,8 +69,7 @@ def why_not() -> str | None:
 
 
 def identity() -> dict[str, str]:
-    """Return everything that results of the library depend on: the library in use ("none" without one) and the
-    processor."""
+    """Return what results of the library depend on: the library in use ("none" without one) and the processor."""
     made = library()
     return {
         "library": "none" if made is None else Path(made._name).stem.removeprefix("txl-"),
@@ -100,9 +98,6 @@ def _built() -> Path:
     """Return the path of the library, which is compiled unless an undamaged file is in the cache.
 
     The file's name ends with the sha256 of the content, so that a damaged file is detected before it is loaded.
-
-    Raises:
-        ValueError, OSError, SubprocessError: if compilation is not possible; the message contains the reason.
     """
     sources, compiler = cpp_sources(), find_compiler()
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
@@ -128,8 +123,7 @@ def _built() -> Path:
 
 
 def _full_name(name: str, library: Path) -> str:
-    with open(library, "rb") as file:
-        return f"{name}-{hashlib.file_digest(file, 'sha256').hexdigest()}.so"
+    return f"{name}-{hashlib.sha256(library.read_bytes()).hexdigest()}.so"
 
 
 def _processor() -> str:

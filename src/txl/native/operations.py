@@ -40,14 +40,26 @@ def linear(
     """Compute `F.linear` by the library that `_product_by` names; with gradients of any order.
 
     Args:
-        rows, weight, bias: as for `F.linear`.
         few: False: never use the ways for few rows, whose rounding is another (losses and QRNNs).
         keeps_sums: True: where the product of low-precision weights was summed in float32, return the float32 sums.
     """
     by = _product_by(rows, weight, bias, few)
     if by == "library":
-        product = _few_rows(rows, weight, bias)
-        return (product if keeps_sums else product.to(rows.dtype)).view(*rows.shape[:-1], -1)
+        n_out, n_in = weight.shape
+        x = rows.reshape(-1, n_in).to(sums_dtype(weight.dtype)).contiguous()
+        out = x.new_empty(x.shape[0], n_out)
+        getattr(library(), f"txl_linear_{WEIGHT_SUFFIXES[weight.dtype]}")(
+            Pointer(weight.data_ptr()),
+            Pointer(bias.data_ptr() if bias is not None else None),
+            Count(n_out),
+            Count(n_in),
+            Pointer(x.data_ptr()),
+            Count(x.shape[0]),
+            Pointer(out.data_ptr()),
+            int(not weight.is_contiguous()),
+            torch.get_num_threads(),
+        )
+        return (out if keeps_sums else out.to(rows.dtype)).view(*rows.shape[:-1], -1)
     if by == "halves":
         # PyTorch's matrix-vector kernels reach about half the memory rate of its batched kernels.
         n_out, n_in = weight.shape
@@ -104,25 +116,6 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _few_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Float[Tensor, "N O"]:
-    """Compute a product of a few rows in the compiled library; the result has the dtype of the sums."""
-    n_out, n_in = weight.shape
-    x = rows.reshape(-1, n_in).to(sums_dtype(weight.dtype)).contiguous()
-    out = x.new_empty(x.shape[0], n_out)
-    getattr(library(), f"txl_linear_{WEIGHT_SUFFIXES[weight.dtype]}")(
-        Pointer(weight.data_ptr()),
-        Pointer(bias.data_ptr() if bias is not None else None),
-        Count(n_out),
-        Count(n_in),
-        Pointer(x.data_ptr()),
-        Count(x.shape[0]),
-        Pointer(out.data_ptr()),
-        int(not weight.is_contiguous()),
-        torch.get_num_threads(),
-    )
-    return out
-
-
 @functools.cache
 def onednn_is_faster() -> bool:
     """Return whether this processor multiplies float32 faster by oneDNN than by MKL, both of which PyTorch contains.
@@ -164,22 +157,12 @@ class _OneDNN(torch.autograd.Function):
 
 
 def compiled_dropout(values: Tensor, rate: float) -> Tensor:
-    """Set numbers to 0 with probability `rate`, and multiply the others by 1/(1-rate).
+    """Set numbers to 0 with probability `rate` below 1, and multiply the others by 1/(1-rate).
 
     The mask is drawn from a seed and the index of each number (Philox), on all cores, and only the seed is kept for the
-    backward pass. PyTorch's dropout keeps a mask of the input's size, and on processors not made by Intel draws all
-    numbers on one core.
-
-    Args:
-        values: numbers in float32 or bfloat16, on a CPU.
-        rate: probability of a drop, at least 0 and below 1.
-
-    Returns:
-        Numbers of the shape and dtype of `values`, with derivatives of any order.
-
-    Raises:
-        KeyError: for any other dtype.
-        RuntimeError: if the library is not available. `why_not_training` detects both errors beforehand.
+    backward pass; there are derivatives of any order. PyTorch's dropout keeps a mask of the input's size, and on
+    processors not made by Intel draws all numbers on one core. `why_not_training` tells beforehand which values the
+    library serves.
     """
     return _dropout(values, torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu"), rate)
 
@@ -194,21 +177,20 @@ def _dropout(values: Tensor, seed: Tensor, rate: float) -> Tensor:
     return out
 
 
-@_dropout.register_fake
-def _(values: Tensor, seed: Tensor, rate: float) -> Tensor:
+def _like(values: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
-def _keep_seed(ctx, inputs, output) -> None:
+def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, seed, ctx.rate = inputs
     ctx.save_for_backward(seed)
 
 
-def _dropout_gradient(ctx, above: Tensor) -> tuple[Tensor, None, None]:
-    [seed] = ctx.saved_tensors
-    return _dropout(above, seed, ctx.rate), None, None
+def _dropout_gradient(ctx: Any, above: Tensor) -> tuple[Tensor, None, None]:
+    return _dropout(above, *ctx.saved_tensors, ctx.rate), None, None
 
 
+_dropout.register_fake(_like)
 _dropout.register_autograd(_dropout_gradient, setup_context=_keep_seed)
 
 
@@ -217,12 +199,7 @@ def compiled_rms_norm(
 ) -> Float[Tensor, "*rows D"]:
     """Return x / sqrt(mean(x^2) + epsilon) * gain for each row x, in the dtype of the values (Zhang and Sennrich 2019).
 
-    Each number is read once and written once; one number per row is kept for the backward pass.
-
-    Args:
-        values: rows in float32 or bfloat16 on a CPU; `computes` returns whether the library supports them.
-        gain: gain in any floating-point dtype, converted to float32.
-        epsilon: positive number added to the mean square.
+    One number per row is kept for the backward pass. `computes` tells whether the library supports the values.
     """
     return _normalised(values, gain.float(), epsilon)[0]
 
@@ -245,23 +222,17 @@ def _norm_gradients(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor)
     return out, gain_gradient
 
 
-@_normalised.register_fake
-def _(values: Tensor, gain: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    scales = values.new_empty(values.shape[:-1], dtype=torch.float32)
-    return torch.empty_like(values, memory_format=torch.contiguous_format), scales
+def _sizes(values: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
+    n = values.shape[-1]
+    return Count(values.numel() // n if n else 0), Count(n)
 
 
-@_norm_gradients.register_fake
-def _(values: Tensor, gain: Tensor, scales: Tensor, above: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(values, memory_format=torch.contiguous_format), torch.empty_like(gain)
-
-
-def _keep_scales(ctx, inputs, output) -> None:
+def _keep_scales(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     values, gain, ctx.epsilon = inputs
     ctx.save_for_backward(values, gain, output[1])
 
 
-def _norm_backward(ctx, above: Tensor, _above_scales: Tensor | None) -> tuple[Tensor, Tensor, None]:
+def _norm_backward(ctx: Any, above: Tensor, _above_scales: Tensor | None) -> tuple[Tensor, Tensor, None]:
     values, gain, scales = ctx.saved_tensors
     if not torch.is_grad_enabled() and library() is not None:
         return *_norm_gradients(values, gain, scales, above), None
@@ -273,12 +244,11 @@ def _norm_backward(ctx, above: Tensor, _above_scales: Tensor | None) -> tuple[Te
     return gradient.to(values.dtype), (factors * normal).reshape(-1, len(gain)).sum(0), None
 
 
+_normalised.register_fake(
+    lambda values, gain, epsilon: (_like(values), values.new_empty(values.shape[:-1], dtype=torch.float32))
+)
+_norm_gradients.register_fake(lambda values, gain, scales, above: (_like(values), torch.empty_like(gain)))
 _normalised.register_autograd(_norm_backward, setup_context=_keep_scales)
-
-
-def _sizes(values: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64]:
-    n = values.shape[-1]
-    return Count(values.numel() // n if n else 0), Count(n)
 
 
 def serves(logits: Tensor, targets: Tensor) -> bool:
@@ -293,13 +263,9 @@ def serves(logits: Tensor, targets: Tensor) -> bool:
 
 
 def compiled_cross_entropy(logits: Float[Tensor, "N V"], targets: Tensor) -> Float32[Tensor, " N"] | None:
-    """Return -log softmax(logits)[target], row by row, in nats; None if `serves` is false.
+    """Return -log softmax(logits)[target], row by row; None if `serves` is false.
 
-    There is no float32 copy of the logits and no table of log-probabilities. The logits and two numbers per row are
-    kept for the backward pass.
-
-    Raises:
-        IndexError: if a target is not a class.
+    There is no float32 copy of the logits; they and two numbers per row are kept for the backward pass.
     """
     return _losses(logits, targets)[0] if serves(logits, targets) else None
 
@@ -307,11 +273,7 @@ def compiled_cross_entropy(logits: Float[Tensor, "N V"], targets: Tensor) -> Flo
 def losses_and_sums(
     logits: Float[Tensor, "N V"], targets: Int64[Tensor, " N"]
 ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, "N 2"]]:
-    """Return the losses, and for each row max(x) and log sum exp(x - max(x)); `serves` must be true.
-
-    Raises:
-        IndexError: if a target is not a class.
-    """
+    """Return the losses, and for each row max(x) and log sum exp(x - max(x)); `serves` must be true."""
     n_row, n_class = logits.shape
     if n_row and not 0 <= int(targets.min()) <= int(targets.max()) < n_class:
         raise IndexError(f"targets are {int(targets.min())} to {int(targets.max())}; expected 0 to {n_class - 1}")
@@ -328,17 +290,17 @@ def write_gradient(
     above: Float32[Tensor, " N"],
     out: Float[Tensor, "N V"],
 ) -> None:
-    """Write the gradient with respect to the logits.
+    """Write the gradient with respect to the logits to `out`, which may be the logits if they are contiguous.
 
-    Args:
-        logits, targets: arguments of `losses_and_sums`.
-        sums: second result of `losses_and_sums`.
-        above: gradients with respect to the losses.
-        out: contiguous output with the dtype of the logits; contiguous logits may be overwritten.
+    `sums` is the second result of `losses_and_sums`, `above` the gradient with respect to the losses.
     """
     n_row, n_class = logits.shape
     rows = Count(n_row), Count(n_class)
     call("txl_cross_entropy_backward", logits.dtype, _dense(logits), _dense(targets), sums, _dense(above), *rows, out)
+
+
+def _dense(values: Tensor) -> Tensor:
+    return values.resolve_neg().contiguous()
 
 
 @torch.library.custom_op("txl::cross_entropy", mutates_args=(), device_types="cpu")
@@ -348,27 +310,12 @@ def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("txl::cross_entropy_backward", mutates_args=(), device_types="cpu")
 def _loss_gradient(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor) -> Tensor:
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    out = _like(logits)
     write_gradient(logits, targets, sums, above, out)
     return out
 
 
-@_losses.register_fake
-def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    n_row = logits.shape[0]
-    return logits.new_empty(n_row, dtype=torch.float32), logits.new_empty(n_row, 2, dtype=torch.float32)
-
-
-@_loss_gradient.register_fake
-def _(logits: Tensor, targets: Tensor, sums: Tensor, above: Tensor) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-def _keep_sums(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs, output[1])
-
-
-def _loss_backward(ctx, above: Tensor, _above_sums: Tensor | None) -> tuple[Tensor, None]:
+def _loss_backward(ctx: Any, above: Tensor, _above_sums: Tensor | None) -> tuple[Tensor, None]:
     logits, targets, sums = ctx.saved_tensors
     if not torch.is_grad_enabled() and library() is not None:
         return _loss_gradient(logits, targets, sums, above), None
@@ -378,8 +325,13 @@ def _loss_backward(ctx, above: Tensor, _above_sums: Tensor | None) -> tuple[Tens
     return ((probabilities - onehot) * above[:, None]).to(logits.dtype), None
 
 
-_losses.register_autograd(_loss_backward, setup_context=_keep_sums)
+@_losses.register_fake
+def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    n_row = logits.shape[0]
+    return logits.new_empty(n_row, dtype=torch.float32), logits.new_empty(n_row, 2, dtype=torch.float32)
 
 
-def _dense(values: Tensor) -> Tensor:
-    return values.resolve_neg().contiguous()
+_loss_gradient.register_fake(_like)
+_losses.register_autograd(
+    _loss_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output[1])
+)

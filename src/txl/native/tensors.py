@@ -19,9 +19,8 @@ SUFFIXES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 def computes(values: Tensor, *parameters: Tensor) -> bool:
     """Return whether the library computes with these values, and the gradients of the values and parameters.
 
-    The library supports only float32 and bfloat16 on a CPU. PyTorch computes everything else, including wrapped tensors
-    of `torch.func`, and code that `torch.compile` traces, for which it generates its own code. Fake tensors, of which
-    the library's operations compute the shapes, count as tensors.
+    PyTorch computes everything but float32 and bfloat16 on a CPU, wrapped tensors of `torch.func`, and code that
+    `torch.compile` traces. Fake tensors, of which the library's operations compute the shapes, count as tensors.
     """
     return (
         values.device.type == "cpu"
@@ -36,8 +35,8 @@ def computes(values: Tensor, *parameters: Tensor) -> bool:
 def readable(*tensors: Tensor) -> bool:
     """Return whether the library may read the memory of these tensors, without hiding operations from PyTorch.
 
-    False on devices other than the CPU, for subclasses, for wrapped tensors (`torch.func`, fake tensors), within
-    forward derivatives, while `torch.compile` or `torch.jit.trace` traces, and under a dispatch mode.
+    False on other devices than the CPU, for subclasses and wrapped tensors, within forward derivatives, while something
+    traces, and under a dispatch mode.
     """
     return (
         not torch.compiler.is_compiling()
@@ -60,16 +59,23 @@ def _stands_for_others(tensor: Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def call(
-    name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.c_int64 | ctypes.c_uint64 | ctypes.c_double
-) -> None:
-    """Call the library's function for a dtype, with the addresses of the tensors and the number of threads.
-
-    Raises:
-        RuntimeError: if the library is not available.
-    """
+def needed(name: str) -> ctypes.CDLL:
+    """Return the library, or raise `RuntimeError` with the name of what needs it."""
     found = library()
     if found is None:
         raise RuntimeError(f"{name} needs the compiled library ({why_not()})")
-    addresses = [Pointer(tensor.data_ptr()) if isinstance(tensor, Tensor) else tensor for tensor in arguments]
-    getattr(found, f"{name}_{SUFFIXES[dtype]}")(*addresses, torch.get_num_threads())
+    return found
+
+
+def call(name: str, dtype: torch.dtype, *arguments: Tensor | ctypes.Structure | ctypes._SimpleCData) -> None:
+    """Call the library's function for a dtype, with addresses of tensors and structures and the number of threads."""
+    function = getattr(needed(name), f"{name}_{SUFFIXES[dtype]}")
+    addresses = (
+        Pointer(argument.data_ptr())
+        if isinstance(argument, Tensor)
+        else ctypes.byref(argument)
+        if isinstance(argument, ctypes.Structure)
+        else argument
+        for argument in arguments
+    )
+    function(*addresses, torch.get_num_threads())

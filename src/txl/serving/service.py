@@ -57,9 +57,9 @@ class Service:
         self.identity: JsonObject = {
             "model": model_digest(served.model, served.vocabulary),
             "dtype": str(self.empty.keys[0].dtype).removeprefix("torch."),
-            "mem_len": state.mem_len,
-            "window": state.window,
-            "clamp_len": state.clamp_len,
+            "mem_len": state.lengths.mem_len,
+            "window": state.lengths.window,
+            "clamp_len": state.lengths.clamp_len,
         }
         # Kind of step, library and processor, on which the last bits of results also depend.
         self.kernel = f"{'compiled' if self.engine.compiled else 'pytorch'} {' '.join(identity().values())}"

@@ -43,7 +43,18 @@ def forward_operations(
     frozen: bool = False,
     scored: int | None = None,
 ) -> int:
-    """Return the operations of one forward pass by the formula of this module."""
+    """Return the operations of one forward pass by the formula of this module.
+
+    Args:
+        model: configuration of the model.
+        vocab_size: V.
+        batch_size: B.
+        segment: T.
+        memory: M.
+        window: W; None: no window.
+        frozen: True for frozen weights.
+        scored: number of positions of a segment that the loss counts; None: T.
+    """
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
@@ -102,12 +113,16 @@ def bytes_read_once(model: TransformerXL, memory: int) -> int:
 
     These are the weights, the keys and values, and W_kR R of the distances that the model tells apart. W_kR itself is
     not read, because W_kR R is cached. An embedding table counts only if the softmax shares it.
+
+    Args:
+        model: model whose weights are read.
+        memory: number of positions in memory.
     """
     unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
     read = [weight for name, weight in model.named_parameters() if not any(part in name for part in unread)]
     weights = sum(weight.numel() for weight in read)
     shape, state = model.config, model.init_state(1, mem_len=memory)
     n_key = state.capacity + 1
-    n_distance = n_key if state.clamp_len is None else min(n_key, state.clamp_len + 1)
+    n_distance = n_key if state.lengths.clamp_len is None else min(n_key, state.lengths.clamp_len + 1)
     held = shape.n_layer * (2 * n_key + n_distance) * shape.n_head * shape.d_head
     return (weights + held) * model.softmax.bias.element_size()

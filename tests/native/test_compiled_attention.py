@@ -1,4 +1,4 @@
-"""Attention with gradients in the compiled library: outputs and all gradients equal the reference's, at odd sizes."""
+"""Attention in the compiled library, with and without gradients: outputs and all gradients equal the reference's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from txl.attention import (
     reference_attention,
     shifted_attention,
 )
-from txl.attention.backends import compiled_attention
+from txl.attention.backends import attention_without_gradients, compiled_attention
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
 from txl.native import attention as module
 from txl.native import build
-from txl.native.attention import training_attention
-from txl.native.build import library, why_not
+from txl.native.attention import FEWEST_QUERIES, reading_attention, training_attention
+from txl.native.build import compiled_code, library, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
 
@@ -44,6 +44,13 @@ SHAPES = {
     "more heads and lanes than tasks": (5, 19, 3, 67, 8, None, None),
     "all memory hidden": (2, 24, 40, 2, 64, None, (0, 0)),
 }
+# Also the queries of a task, for attention without gradients.
+LARGE = {
+    "long memory, lanes of several lengths": (3, 64, 640, 2, 41, 600, (0, 640, 13)),
+    "several blocks, more queries than a task has": (1, 300, 1700, 2, 64, None, None),
+    "window that hides whole blocks": (1, 600, 1100, 1, 128, 300, None),
+}
+READ = {name: shape for name, shape in SHAPES.items() if shape[1] >= FEWEST_QUERIES} | LARGE
 DTYPES = (torch.float32, torch.bfloat16)
 NAMES = ("output", "query", "key", "value", "position", "u", "v")
 
@@ -97,9 +104,34 @@ def test_outputs_and_all_gradients_are_the_reference_s(shape, dtype):
         assert distance(our, right) < (3e-6 if dtype == torch.float32 else 7e-3), name
 
 
+def read(numbers: Any, scope: KeyScope) -> Tensor:
+    with torch.no_grad():
+        found = reading_attention(numbers, scope.window, scope.filled)
+    assert found is not None
+    return found
+
+
+def skip_if_unusable(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not library().txl_attends_bfloat16():  # pyright: ignore
+        pytest.skip("this processor does not multiply bfloat16")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 70, 4, 32), (1, 331, 1, 41), (3, 7, 2, 64)])
+@pytest.mark.parametrize("shape", READ.values(), ids=list(READ))
+def test_without_gradients_it_is_the_reference_s(shape, dtype):
+    skip_if_unusable(dtype)
+    numbers, scope, _ = operands(shape, dtype)
+    found = read(numbers, scope)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    expected = reference_attention(Operands(*(each.double() for each in numbers)), scope)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 70, 4, 32), (1, 331, 1, 41), (3, 8, 2, 64), (1, 700, 1, 41)])
 def test_without_positions_it_is_plain_causal_attention(shape, dtype):
+    skip_if_unusable(dtype)
     torch.manual_seed(0)
     query, key, value, above = (torch.randn(shape).to(dtype) for _ in range(4))
 
@@ -115,6 +147,7 @@ def test_without_positions_it_is_plain_causal_attention(shape, dtype):
     found = with_gradients(without, [query, key, value], above)
     for our, right in zip(found, expected, strict=True):
         assert distance(our, right) < (2e-6 if dtype == torch.float32 else 7e-3)
+    assert distance(read([query, key, value], KeyScope(0)), expected[0]) < (2e-6 if dtype == torch.float32 else 7e-3)
 
 
 # ------------------------------------------------------------------------------------------------------------- dropout
@@ -213,6 +246,8 @@ def test_nothing_depends_on_the_number_of_threads(shape, dtype):
             torch.set_num_threads(number)
             torch.manual_seed(0)
             found.append(with_gradients(lambda leaves: ours(leaves, scope, 0.2), numbers, above))
+            if dtype == torch.float32:
+                found[-1].append(read(numbers, scope))
     finally:
         torch.set_num_threads(threads)
     for others in found[1:]:
@@ -235,7 +270,45 @@ def test_scores_far_apart_do_not_overflow():
     found = with_gradients(lambda leaves: ours(leaves, scope), numbers, above)
     assert all(each.isfinite().all() for each in found)
     expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
-    assert distance(found[0], expected[0]) < 1e-2  # scores of 1e5 in float32
+    for each in (found[0], read(numbers, scope)):
+        assert distance(each, expected[0]) < 1e-2  # scores of 1e5 in float32
+
+
+def test_nothing_depends_on_the_other_lanes():
+    numbers, scope, _ = operands((5, 70, 600, 2, 33, 500, (600, 0, 3, 70, 600)), torch.float32)
+    together = read(numbers, scope)
+    for lane in range(5):
+        alone = [each[lane : lane + 1] for each in numbers[:3]] + numbers[3:]
+        assert torch.equal(together[lane : lane + 1], read(alone, KeyScope(600, 500, scope.filled[lane : lane + 1])))  # pyright: ignore
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_what_is_not_a_number_stays_so(which):
+    numbers, scope, _ = operands((1, 40, 600, 1, 16, None, None), torch.float32)
+    numbers[which][0, 0] = torch.nan
+    assert read(numbers, scope).isnan().any(dim=-1).any()
+
+
+def test_without_gradients_what_it_does_not_do_is_pytorch_s(monkeypatch):
+    numbers, _, _ = operands((1, FEWEST_QUERIES, 5, 1, 16, None, None), torch.float32)
+    assert reading_attention(numbers) is None  # gradients are required
+    with torch.no_grad():
+        assert reading_attention(numbers) is not None
+        assert reading_attention([each.double() for each in numbers]) is None
+        assert reading_attention([numbers[0][:, 1:], *numbers[1:]]) is None
+        with compiled_code(False):
+            assert reading_attention(numbers) is None
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        assert reading_attention(numbers) is None
+
+
+def test_lanes_whose_memory_a_tensor_describes_are_read_alike():
+    numbers, scope, _ = operands((2, 9, 8, 2, 5, None, (0, 4)), torch.float32)
+    as_tensor = KeyScope(scope.memory, scope.window, None, torch.tensor(scope.filled))
+    with torch.no_grad():
+        expected = reference_attention(Operands(*numbers), scope)
+        for each in (scope, as_tensor):
+            torch.testing.assert_close(attention_without_gradients(Operands(*numbers), each), expected)
 
 
 # ----------------------------------------------------------------------------------------- other environments, refusals
@@ -293,12 +366,3 @@ def test_what_it_cannot_do_is_refused_with_the_reason(monkeypatch):
     assert (attention_note(fastest, "cpu") or "").startswith(note)
     assert attention_note(fastest, "cuda:0") is None  # compiled attention is for CPUs only
     assert library() is None
-
-
-def test_that_there_is_no_library_is_logged_once_and_only_where_it_would_compute(monkeypatch, caplog):
-    monkeypatch.setattr(build, "_load", lambda: (None, "no C++ compiler found (c++, twice)"))
-    assert build.why_not() is not None
-    assert not caplog.records
-    assert library() is library() is None
-    said = "compiled code is not available, PyTorch is used instead: no C++ compiler found (c++, twice)"
-    assert [each.getMessage() for each in caplog.records] == [said]
