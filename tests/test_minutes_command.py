@@ -43,8 +43,8 @@ TINY = [
 class Train:
     """`txl train`, with a measurement that always reports two seconds per step."""
 
-    def __init__(self, text: Path, folder: Path):
-        self.text, self.folder = text, folder
+    def __init__(self, text: Path, folder: Path, capsys: pytest.CaptureFixture[str]):
+        self.text, self.folder, self.capsys = text, folder, capsys
         self.measured: list[RunConfig] = []
 
     def speed(self, run: RunConfig, *_: object) -> StepTimes:
@@ -54,12 +54,18 @@ class Train:
     def __call__(self, *words: str, out: str = "run") -> int:
         self.measured.clear()
         given = ["--data.corpus", str(self.text), "--out", str(self.folder / out), "--device", "cpu"]
-        return main(["train", *given, "--data-dir", str(self.folder / "data"), *TINY, *words])
+        code = main(["train", *given, "--data-dir", str(self.folder / "data"), *TINY, *words])
+        self.printed, self.said = self.capsys.readouterr()
+        return code
+
+    def run(self, out: str = "run") -> RunConfig:
+        """Return the configuration of a run."""
+        return RunDirectory(self.folder / out).config()
 
 
 @pytest.fixture
-def train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
-    command = Train(text, tmp_path)
+def train(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
+    command = Train(text, tmp_path, capsys)
     monkeypatch.setattr(measuring, "measured_speed", command.speed)
     return command
 
@@ -72,11 +78,9 @@ def without_checkpoints(run: Path) -> None:
 
 
 @pytest.mark.parametrize(("unit", "told"), [("byte", ": bytes, prepared in"), ("word", ": 6 words, ")])
-def test_the_command_trains_what_it_chose(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], unit: str, told: str
-):
+def test_the_command_trains_what_it_chose(train: Train, tmp_path: Path, unit: str, told: str):
     assert train("--minutes", "1", "--data.unit", unit) == 0
-    run, said = RunDirectory(tmp_path / "run").config(), capsys.readouterr().err
+    run, said = train.run(), train.said
     assert FEWEST_STEPS <= run.train.steps <= 60 * AIM / 2
     assert (run.name, run.data.unit, run.model.n_layer) == ("1-minutes", unit, 1)
     assert told in said
@@ -98,32 +102,27 @@ def test_neither_a_run_that_begins_with_it_nor_a_fork_keeps_its_plan(train: Trai
     assert RunDirectory(first).config().train.planned_minutes == planned, "no fork was needed"
 
 
-def test_a_text_whose_byte_pairs_would_take_too_long_is_read_in_bytes(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_a_text_whose_byte_pairs_would_take_too_long_is_read_in_bytes(train: Train, monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
     monkeypatch.setattr(rule, "SURELY_PREPARED", 1.0)
     monkeypatch.setattr(measuring, "measured_bpe", lambda facts, vocab_size: asked.append(vocab_size) or 16.0)
     assert train("--minutes", "1", "--dry-run") == 0
-    printed, said = capsys.readouterr()
-    assert "train.planned_minutes" in printed
+    assert "train.planned_minutes" in train.printed
     assert not (train.folder / "run").exists()
-    assert ": bytes (BPE would take too long to prepare), prepared in" in said
+    assert ": bytes (BPE would take too long to prepare), prepared in" in train.said
     assert train("--minutes", "2", "--data.vocab-size", "300", "--dry-run") == 0
-    assert ": a BPE vocabulary of " in capsys.readouterr().err
+    assert ": a BPE vocabulary of " in train.said
     assert asked == [1024, 300]
 
 
-def test_the_same_command_goes_on_without_choosing_again(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_same_command_goes_on_without_choosing_again(train: Train, tmp_path: Path):
     assert train("--minutes", "1") == 0
     config = (tmp_path / "run" / "config.json").read_bytes()
     assert [train("--minutes", "1"), train()] == [0, 0]
     assert not train.measured
     assert (tmp_path / "run" / "config.json").read_bytes() == config
     assert train("--minutes", "2") == 2
-    assert "holds the run 1-minutes" in capsys.readouterr().err
+    assert "holds the run 1-minutes" in train.said
 
 
 def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -185,24 +184,22 @@ def test_a_run_that_was_stopped_goes_on_exactly(train: Train, tmp_path: Path, mo
         ([], "no preset is named"),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_written(
-    train: Train, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
+def test_mistakes_are_refused_before_anything_is_written(train: Train, tmp_path: Path, words: list[str], said: str):
     assert train(*words) == 2
-    assert said in capsys.readouterr().err
+    assert said in train.said
     assert not (tmp_path / "run").exists()
     assert not train.measured or "remain for training" in said
 
 
 def test_a_directory_that_cannot_be_used_is_refused_before_anything_is_measured(
-    train: Train, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: Train, text: Path, tmp_path: Path
 ):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.doc").touch()
     assert train("--minutes", "5") == 2
-    assert "it contains thesis.doc" in capsys.readouterr().err
+    assert "it contains thesis.doc" in train.said
     assert main(["train", "--minutes", "5", "--corpus", str(text)]) == 2
-    assert "--out: missing" in capsys.readouterr().err
+    assert "--out: missing" in train.capsys.readouterr().err
     assert not train.measured
     assert not (tmp_path / "data").exists()
 
@@ -226,9 +223,7 @@ def test_layers_without_a_compiler_are_timed_as_they_are_trained(monkeypatch: py
         training_workload(run, 64, "cpu")
 
 
-def test_time_that_went_by_in_the_choice_is_counted(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_time_that_went_by_in_the_choice_is_counted(train: Train, monkeypatch: pytest.MonkeyPatch):
     real = rule.choose
 
     def slow(*given):
@@ -238,30 +233,28 @@ def test_time_that_went_by_in_the_choice_is_counted(
 
     monkeypatch.setattr(rule, "choose", slow)
     assert train("--minutes", "1") == 2
-    said = capsys.readouterr().err
+    said = train.said
     assert "0:00 remain for training" in said
     assert "20 steps or more; give more minutes" in said
 
 
 def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--train.average-from", "9", "--train.min-learning-rate", "0.004") == 0
-    run = RunDirectory(tmp_path / "run").config()
+    run = train.run()
     assert run.train.average_from == 9
     late = {"train.average_from": "5000", "train.min_learning_rate": "0.005"}
     measuring.check_options(base_run(60, bfloat16=True), late, "cpu")
 
 
-def test_several_processes_do_not_choose(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_several_processes_do_not_choose(train: Train, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train("--minutes", "1") == 2
-    assert "--minutes: measures one process" in capsys.readouterr().err
+    assert "--minutes: measures one process" in train.said
 
 
 def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train: Train, tmp_path: Path):
     assert train("--minutes", "1", "--data.unit", "byte") == 0
-    first = RunDirectory(tmp_path / "run").config()
+    first = train.run()
     without_checkpoints(tmp_path / "run")
     assert train("--minutes", "1", "--data.unit", "byte") == 0
     assert not train.measured, "the same text and options go on with the choice"
@@ -270,20 +263,18 @@ def test_what_was_chosen_for_another_text_and_never_trained_is_chosen_anew(train
     train.text = tmp_path / "other.txt"
     assert train("--minutes", "1") == 0
     assert train.measured
-    second = RunDirectory(tmp_path / "run").config()
+    second = train.run()
     assert (first.data.unit, second.data.unit, second.data.corpus) == ("byte", "bpe", str(train.text))
     without_checkpoints(tmp_path / "run")
     assert train("--minutes", "2") == 0
-    assert RunDirectory(tmp_path / "run").config().name == "2-minutes"
+    assert train.run().name == "2-minutes"
 
 
-def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_preset_s_run_without_a_checkpoint_is_not_replaced(train: Train, tmp_path: Path):
     RunDirectory(tmp_path / "run").path.mkdir()
     RunDirectory(tmp_path / "run").write_config(preset("stdlib-bpe"))
     assert train("--minutes", "2") == 2
-    assert "holds the run stdlib-bpe, which --minutes 2 did not choose" in capsys.readouterr().err
+    assert "holds the run stdlib-bpe, which --minutes 2 did not choose" in train.said
 
 
 def test_without_evaluations_none_is_timed(text: Path):
@@ -327,25 +318,21 @@ def test_steps_are_timed_in_the_precision_that_they_are_trained_in(tf32: bool, m
     assert precisions == ["high" if tf32 else "highest"]
 
 
-def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path):
     (tmp_path / "small.txt").write_text("too little\n" * 100)
     assert train("--minutes", "5", "--data.corpus", str(tmp_path / "small.txt")) == 2
-    assert "990 bytes to train on" in capsys.readouterr().err
+    assert "990 bytes to train on" in train.said
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
 
 
 @pytest.mark.parametrize(("planned", "lines"), [("0.0001", 1), ("100", 0)])
-def test_a_run_that_takes_longer_than_planned_says_so_once(
-    train: Train, planned: str, lines: int, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_that_takes_longer_than_planned_says_so_once(train: Train, planned: str, lines: int):
     few = ["--train.steps", "30", "--train.log-every", "3", "--train.warmup-steps", "1", "--train.eval-every", "0"]
     assert train("stdlib-tiny", *few, "--train.planned-minutes", planned) == 0
-    assert capsys.readouterr().err.count("slower than when the run was planned") == lines
+    assert train.said.count("slower than when the run was planned") == lines
 
 
-def test_the_pace_after_resuming_is_that_of_several_steps(
-    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_the_pace_after_resuming_is_that_of_several_steps(train: Train, monkeypatch: pytest.MonkeyPatch):
     few = ["--train.steps", "60", "--train.log-every", "1", "--train.warmup-steps", "1", "--train.eval-every", "0"]
     words = ["stdlib-tiny", *few, "--train.planned-minutes", "0.5"]
     with monkeypatch.context() as patch:
@@ -362,4 +349,4 @@ def test_the_pace_after_resuming_is_that_of_several_steps(
     monkeypatch.setattr(loop_module, "training_step", slow_at_first)
     assert train(*words) == 0
     assert len(steps) == 30
-    assert "slower than" not in capsys.readouterr().err
+    assert "slower than" not in train.said

@@ -97,10 +97,10 @@ def test_a_record_of_another_version_is_told_in_the_report(looked_at, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--heads", "3:1"], "there is no head 3:1"),
+        (["--heads", "3:1"], "--heads is '3:1'; expected "),
         (["--heads", "1:5"], "layers 1 to 2 of 2 heads each"),
-        (["--heads", "1:0"], "there is no head 1:0"),
-        (["--layers", "9"], "there is no layer 9"),
+        (["--heads", "1:1", "--layers", "2"], "--heads is '1:1'"),
+        (["--layers", "9"], "--layers is 9"),
         (["--checkpoint", "77"], "checkpoint is 77, but "),
         (["--tokens", "1"], "--tokens is 1"),
         (["--far", "999"], "--far is 999; expected 1 to"),

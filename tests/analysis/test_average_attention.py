@@ -236,21 +236,22 @@ def test_a_close_up_begins_with_the_first_token_that_is_seen():
 
 def test_the_model_is_left_as_it_was():
     model = make_model()
-    before = [each.attend for each in attentions(model)]
+    before = [attention.attend for attention in attentions(model)]
     model.train()
     with pytest.raises(UserError, match="hold id 99"):
         averages(model, np.array([0, 1, 99] * 9), segment=3, mem_len=2, window="none", batch_size=1)
     assert model.training
-    assert [each.attend for each in attentions(model)] == before
+    assert [attention.attend for attention in attentions(model)] == before
     averages(model.eval(), tokens(), segment=5, mem_len=4, window="none", batch_size=1)
-    assert [each.attend for each in attentions(model)] == before
+    assert [attention.attend for attention in attentions(model)] == before
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layers": [2]}, "there is no layer 3: this model has layers 1 to 2"),
-        ({"mem_len": 60, "window": 60}, "no token sees 60 keys"),
+        ({"layers": [2]}, "layers is 3; expected some of this model's layers 1 to 2"),
+        ({"layers": []}, "layers is 'none'; expected some"),
+        ({"mem_len": 60, "window": 60}, "min_keys is 60; expected 1 to 46"),
         ({"positions": [46]}, "position 46 was not read"),
         ({"positions": [3], "rows": 9, "batch_size": 2}, None),
         ({"positions": [25], "rows": 9, "batch_size": 2}, "lanes begin at 0, 23 and end at 44"),

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.conftest import small_run
 
+import txl
 from txl.analysis import copies as copying
 from txl.analysis.copies import copies
 from txl.analysis.mentions import Shared, mentions, shared_mentions
@@ -46,16 +47,10 @@ def test_copies_are_those_of_a_slow_search_whatever_the_blocks(monkeypatch, bloc
     monkeypatch.setattr(copying, "BLOCK", block)
     rng = np.random.default_rng(3)
     training = rng.integers(0, 4, 307).astype(np.uint16)
-    texts = [
-        rng.integers(0, 5, 41),
-        training[90:131],
-        rng.integers(0, 4, 3),
-        training[-5:],
-        np.array([9]),
-        np.array([]),
-    ]
+    texts = [rng.integers(0, 5, 41), training[90:131], rng.integers(0, 4, 3), training[-5:]]
+    texts += [np.array([9]), np.array([])]
     for text, found in zip(texts, copies([list(map(int, text)) for text in texts], training), strict=True):
-        assert found.lengths.tolist() == [longest_match(text, each, training) for each in range(len(text))]
+        assert found.lengths.tolist() == [longest_match(text, at, training) for at in range(len(text))]
         for position, (length, source) in enumerate(zip(found.lengths, found.sources, strict=True)):
             assert (source == -1) == (length == 0)
             assert (training[source : source + length] == text[position : position + length]).all()
@@ -97,16 +92,13 @@ In May 2008, Robert Boulter met J. K. Rowling ("Royal Court", New York City, 198
 
 def test_mentions_by_hand():
     found = mentions(STORY)
-    assert found.headings == {"The Tale of Mrs. Tittlemouse", "Plot summary"}
-    assert found.years == {"2008", "1984", "1990"}
+    assert found["headings"] == {"The Tale of Mrs. Tittlemouse", "Plot summary"}
+    assert found["years"] == {"2008", "1984", "1990"}
     names = {"Mrs. Tittlemouse", "Robert Boulter", "J. K. Rowling", "Royal Court", "New York City"}
-    assert found.names == names | {"Clayton Kershaw", "Du Fu"}
-    assert mentions("==History==\nx = y\n = Life = \n= <unk> =\n==\n=== A = b ===\n== C =").headings == {
-        "History",
-        "Life",
-        "A = b",
-    }
-    assert found.dates == {(None, 5, 2008)}
+    assert found["names"] == names | {"Clayton Kershaw", "Du Fu"}
+    titles = mentions("==History==\nx = y\n = Life = \n= <unk> =\n==\n=== A = b ===\n== C =")["headings"]
+    assert titles == {"History", "Life", "A = b"}
+    assert found["dates"] == {(None, 5, 2008)}
     assert mentions("all lower case, $N N N of N") == mentions("")
 
 
@@ -129,16 +121,13 @@ def test_mentions_by_hand():
     ],
 )
 def test_dates_by_hand(text, dates):
-    assert mentions(text).dates == dates
+    assert mentions(text)["dates"] == dates
 
 
 def test_dates_are_found_before_and_after_detokenising():
     raw = "On 12 July 1916 , and again on March 3 , 1917 , he came ; in mid @-@ May 1918 , 1 @,@ 200 left ."
-    assert (
-        mentions(raw).dates
-        == mentions(detokenise(raw, "wikitext")).dates
-        == {(12, 7, 1916), (3, 3, 1917), (None, 5, 1918)}
-    )
+    for text in (raw, detokenise(raw, "wikitext")):
+        assert mentions(text)["dates"] == {(12, 7, 1916), (3, 3, 1917), (None, 5, 1918)}
 
 
 def test_dates_that_are_taken_up_by_hand():
@@ -160,6 +149,11 @@ def test_what_is_taken_up_by_hand():
 
 
 def test_contexts_begin_lines_and_do_not_overlap():
+    text = "".join(f"line {number} of the text\n" for number in range(300))
+    pairs = BpeVocabulary.train([text], 300)
+    tokens = pairs.encode(text)
+    starts = draw_contexts(tokens, pairs, count=4, length=20, seed=1)
+    assert all(pairs.decode(tokens[start : start + 8]).startswith("line") for start in starts)
     vocabulary = CharVocabulary("ab\n")
     tokens = vocabulary.encode("aab\n\nabab\nb\naaaaa\nabba\n" * 9)
     drawn = draw_contexts(tokens, vocabulary, count=5, length=20, seed=4)
@@ -171,14 +165,6 @@ def test_contexts_begin_lines_and_do_not_overlap():
     assert max(drawn) + 20 <= len(text)
     # Too many contexts for the text overlap, but none is drawn twice.
     assert len(set(draw_contexts(tokens, vocabulary, count=30, length=20, seed=4))) == 30
-
-
-def test_contexts_in_byte_pairs_begin_lines_too():
-    text = "".join(f"line {number} of the text\n" for number in range(300))
-    vocabulary = BpeVocabulary.train([text], 300)
-    tokens = vocabulary.encode(text)
-    starts = draw_contexts(tokens, vocabulary, count=4, length=20, seed=1)
-    assert all(vocabulary.decode(tokens[start : start + 8]).startswith("line") for start in starts)
 
 
 def test_contexts_of_a_text_without_lines_begin_anywhere():
@@ -210,55 +196,36 @@ SHORT = ["--count", "2", "--context", "20", "--max-tokens", "15"]
 def test_the_command_writes_the_same_three_files_for_the_same_seed(word_run, data_dir, tmp_path, capsys):
     words = ["samples", str(word_run), "--data-dir", str(data_dir), *SHORT]
     assert main([*words, "--out", str(tmp_path / "a")]) == 0, capsys.readouterr().err
-    assert main([*words, "--out", str(tmp_path / "b")]) == 0
     capsys.readouterr()
+    assert main([*words, "--out", str(tmp_path / "b"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measures"]["reference"]["longest_copy"] == 15
     for name in ("samples.html", "samples.md", "samples.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     record = json.loads((tmp_path / "a" / "samples.json").read_text())
     assert record["detokenise"] == "wikitext"
     html = (tmp_path / "a" / "samples.html").read_text()
     markdown = (tmp_path / "a" / "samples.md").read_text()
-    for sample in record["samples"]:
-        assert len(sample["context"]["tokens"]) == 20
-        assert len(sample["generation"]["tokens"]) == len(sample["reference"]["tokens"]) == 15
-        assert sample["context"]["text"].strip() in unescape(html)
-        assert sample["reference"]["text"].strip() in markdown
-        # The text repeats itself, so the training text contains every continuation.
-        assert sample["reference"]["measures"]["longest_copy"] == [0, 15]
-        assert sample["reference"]["measures"]["novel"]["8"] == [0, 8]
-    assert " @-@ " not in html
-    assert "://" not in html
-    assert "<script" not in html
-    assert "& <b>" not in html
-
-
-def test_the_reference_is_what_follows_the_context(word_run, data_dir, tmp_path, capsys):
-    words = ["samples", str(word_run), "--data-dir", str(data_dir), *SHORT, "--out", str(tmp_path), "--json"]
-    assert main([*words, "--detokenise", "none"]) == 0, capsys.readouterr().err
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["measures"]["reference"]["longest_copy"] == 15
-    record = json.loads((tmp_path / "samples.json").read_text())
-    import txl
-
     corpus = txl.open_corpus(str(word_run.parent / "text.txt"), unit="word", data_dir=data_dir)
-    assert isinstance(corpus.vocabulary, WordVocabulary)
     tokens = corpus.tokens("test")
+    model, vocabulary = txl.load(word_run)
+    assert isinstance(vocabulary, WordVocabulary)
     for sample in record["samples"]:
-        start = sample["position"]
+        start, reference = sample["position"], sample["reference"]
         assert sample["context"]["tokens"] == list(map(int, tokens[start : start + 20]))
-        assert sample["reference"]["tokens"] == list(map(int, tokens[start + 20 : start + 35]))
-        # The generation is the text that `txl.generate` returns for the context.
-        model, vocabulary = txl.load(word_run)
-        alone = txl.generate(
-            model,
-            vocabulary,
-            vocabulary.decode(sample["context"]["tokens"]),  # pyright: ignore[reportOptionalMemberAccess]
-            max_tokens=15,
-            seed=sample["seed"],
-            mem_len=16,
-            window=16,
-        )
-        assert "".join(alone) == sample["generation"]["text"]
+        assert reference["tokens"] == list(map(int, tokens[start + 20 : start + 35]))
+        # The generation is what `txl.generate` returns for the context.
+        prompt = vocabulary.decode(sample["context"]["tokens"])
+        alone = txl.generate(model, vocabulary, prompt, max_tokens=15, seed=sample["seed"], mem_len=16, window=16)
+        assert "".join(alone).split() == [
+            vocabulary.decode([token]).strip() for token in sample["generation"]["tokens"]
+        ]
+        assert sample["context"]["text"].strip() in unescape(html)
+        assert reference["text"].strip() in markdown
+        # The text repeats itself, so the training text contains every continuation.
+        assert reference["measures"]["longest_copy"] == [0, 15]
+        assert reference["measures"]["novel"]["8"] == [0, 8]
+    for absent in (" @-@ ", "://", "<script", "& <b>"):
+        assert absent not in html
 
 
 def test_bytes_are_shown_as_they_are(trained, data_dir, tmp_path, capsys):

@@ -30,57 +30,30 @@ def sha256(text: str) -> str:
 
 def corpus_info(name: str, unit: str) -> dict[str, Any]:
     """Return made-up facts of a corpus in the form of `Corpus.info()`."""
-    splits = {}
-    for split, tokens in {"train": 11_274_210, "valid": 612_018, "test": 640_413}.items():
-        splits[split] = {
-            "tokens": tokens,
-            "bytes": round(tokens * BYTES_PER_TOKEN[unit]),
+    splits = {
+        split: {
+            "tokens": tokens, "bytes": round(tokens * BYTES_PER_TOKEN[unit]),
             "unknown": 1_204 if unit == "word" and split != "train" else 0,
-            "sha256_tokens": sha256(f"{name} {split} tokens"),
-            "sha256_text": sha256(f"{name} {split} text"),
+            "sha256_tokens": sha256(f"{name} {split} tokens"), "sha256_text": sha256(f"{name} {split} text"),
         }
-    return {
-        "name": name,
-        "unit": unit,
-        "vocabulary_size": 256 if unit == "byte" else 8192,
-        "splits": splits,
-        "identity": sha256(name),
-    }
+        for split, tokens in {"train": 11_274_210, "valid": 612_018, "test": 640_413}.items()
+    }  # fmt: skip
+    size = 256 if unit == "byte" else 8192
+    return {"name": name, "unit": unit, "vocabulary_size": size, "splits": splits, "identity": sha256(name)}
 
 
 def evaluation(nll: float, mem_len: int, *, unit: str = "byte", **changes: Any) -> Any:
     """Return a record as logged by `txl eval`."""
     bpc = nll / math.log(2)
     row = {
-        "split": "test",
-        "corpus": "stdlib",
-        "unit": unit,
-        "checkpoint": "step-00004000",
-        "nll": nll,
-        "tokens": 640_400,
-        "dropped": 12,
-        "bytes_per_token": BYTES_PER_TOKEN[unit],
-        "seconds": 20.0,
-        "segment": 128,
-        "mem_len": mem_len,
-        "window": mem_len or None,
-        "clamp_len": None,
-        "batch_size": 10,
-        "exhaustive": False,
-        "dtype": "float32",
-        "temperature": 1.0,
-        "unknown": None,
-        "dynamic": None,
-        "sha256_text": sha256("stdlib test text"),
-        "sliding": False,
-        "cache_size": None,
-        "cache_theta": None,
-        "cache_lambda": None,
-        "ppl": math.exp(nll),
-        "bpc": bpc,
-        "bits_per_byte": bpc / BYTES_PER_TOKEN[unit],
-        "tokens_per_second": 32_020.0,
-    }
+        "split": "test", "corpus": "stdlib", "unit": unit, "checkpoint": "step-00004000",
+        "sha256_text": sha256("stdlib test text"), "nll": nll, "tokens": 640_400, "dropped": 12, "unknown": None,
+        "bytes_per_token": BYTES_PER_TOKEN[unit], "seconds": 20.0, "tokens_per_second": 32_020.0,
+        "segment": 128, "mem_len": mem_len, "window": mem_len or None, "clamp_len": None, "batch_size": 10,
+        "exhaustive": False, "sliding": False, "dtype": "float32", "temperature": 1.0, "dynamic": None,
+        "cache_size": None, "cache_theta": None, "cache_lambda": None,
+        "ppl": math.exp(nll), "bpc": bpc, "bits_per_byte": bpc / BYTES_PER_TOKEN[unit],
+    }  # fmt: skip
     return row | changes
 
 
@@ -111,29 +84,13 @@ class FakeRun:
             file.write(line + "\n")
 
     def start(self, event: str = "start", step: int = 0, command: Sequence[str] = COMMAND) -> None:
+        hardware = {"cpu": "Example CPU @ 2.50GHz avx2 avx512f", "cores": 2, "threads": 2, "memory_bytes": 8 * 2**30}
         self.log(
-            event,
-            step,
-            config=self.config.to_dict(),
-            corpus=self.corpus,
-            parameters=PARTS,
-            total_parameters=sum(PARTS.values()),
-            attention="shifted",
-            compiled=False,
-            init_from=None,
-            init_note=None,
-            processes=1,
-            run="0123456789abcdef",
-            hardware={
-                "cpu": "Example CPU @ 2.50GHz avx2 avx512f",
-                "cores": 2,
-                "threads": 2,
-                "memory_bytes": 8 * 2**30,
-                "device": "cpu",
-            },
+            event, step, config=self.config.to_dict(), corpus=self.corpus, parameters=PARTS,
+            total_parameters=sum(PARTS.values()), attention="shifted", compiled=False, init_from=None, init_note=None,
+            processes=1, run="0123456789abcdef", hardware=hardware | {"device": "cpu"}, command=list(command),
             software={"python": "3.11.9", "torch": "2.13.0+cpu", "txl": "0.1.0", "system": "Linux-6.1-x86_64"},
-            command=list(command),
-        )
+        )  # fmt: skip
 
     def loss(self, step: int) -> float:
         """Return the loss in nats per token: 5.5 at first, later about 1.3 (words and BPE tokens: about 4.2)."""
@@ -145,35 +102,23 @@ class FakeRun:
         for step in range(first, (self.steps if last is None else last) + 1, every):
             warm = min(1.0, step / 200) * 0.5 * (1 + math.cos(math.pi * max(0, step - 200) / (self.steps - 200)))
             self.log(
-                "train",
-                step,
-                loss=self.loss(step) + self.random.gauss(0, 0.05),
-                learning_rate=peak * warm,
-                grad_norm=0.2 + 3 / (1 + step / 30) + abs(self.random.gauss(0, 0.08)),
-                tokens=step * 2048,
-                tokens_read=step * 2048,
-                tokens_per_second=21_000 + self.random.gauss(0, 400),
-                elapsed=step * 0.0613,
-            )
+                "train", step, loss=self.loss(step) + self.random.gauss(0, 0.05), learning_rate=peak * warm,
+                grad_norm=0.2 + 3 / (1 + step / 30) + abs(self.random.gauss(0, 0.08)), tokens=step * 2048,
+                tokens_read=step * 2048, tokens_per_second=21_000 + self.random.gauss(0, 400), elapsed=step * 0.0613,
+            )  # fmt: skip
             if step % valid_every == 0:
                 row = evaluation(self.loss(step) + 0.06, 128, unit=self.unit, tokens=49_990, dropped=9, window=None)
                 row = {name: value for name, value in row.items() if name not in MEASURED}
                 self.log("valid", step, averaged=None, **row)
-                self.log(
-                    "checkpoint", step, directory=f"step-{step:08}", best=True, copy_seconds=0.1, write_seconds=0.1
-                )
+                times = {"copy_seconds": 0.1, "write_seconds": 0.1}
+                self.log("checkpoint", step, directory=f"step-{step:08}", best=True, **times)
 
     def end(self) -> None:
         self.log("end", self.steps, elapsed=self.steps * 0.0613)
 
     def sweep(self, lengths: tuple[int, ...] = LENGTHS, **changes: Any) -> None:
-        end = self.loss(self.steps) + 0.08
-        rows = [
-            evaluation(
-                end + 0.16 / (1 + length / 40), length, unit=self.unit, **{"corpus": self.corpus["name"]} | changes
-            )
-            for length in lengths
-        ]
+        end, given = self.loss(self.steps) + 0.08, {"corpus": self.corpus["name"]} | changes
+        rows = [evaluation(end + 0.16 / (1 + length / 40), length, unit=self.unit, **given) for length in lengths]
         shared = {name: rows[0][name] for name in MEASURED}
         self.log("sweep", self.steps, **shared, rows=rows)
 
@@ -189,7 +134,7 @@ class FakeRun:
 
 
 def begun(path: Path, **options: str) -> FakeRun:
-    run = FakeRun(path, options={"train.steps": "100"} | options)
+    run = FakeRun(path, unit=options.get("data.unit", "byte"), options={"train.steps": "100"} | options)
     run.start()
     run.train(valid_every=50)
     return run

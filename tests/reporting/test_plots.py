@@ -102,7 +102,10 @@ def test_labels_of_memory_lengths_do_not_touch(lengths):
     plots.draw_memory_curve(axes, rows(lengths=lengths), "byte")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
-    for labels in (axes.get_xticklabels(), sorted(axes.texts, key=lambda note: note.xy[0])):
+    for labels in (
+        axes.get_xticklabels(),
+        sorted(axes.texts, key=lambda note: note.get_window_extent(canvas.get_renderer()).x0),
+    ):
         boxes = [label.get_window_extent(canvas.get_renderer()) for label in labels]
         assert boxes
         assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))

@@ -49,11 +49,6 @@ def test_only_what_cannot_be_shown_is_escaped():
     [
         ("stdlib-tiny", "Transformer-XL", "4 layers of width 128"),
         ("wt103-ablation-no-memory", "Transformer-XL without memory", "16 layers of width 380"),
-        (
-            "wt103-ablation-shaw-no-memory",
-            "Transformer with Shaw et al.'s encoding without memory",
-            "16 layers of width 380",
-        ),
         ("enwik8-vanilla-small", "Vanilla Transformer", "6 layers of width 256"),
         ("wt103-adaptive", "Transformer with sinusoids at its input", "16 layers of width 1024"),
         ("wt103-lstm", "LSTM", "3 layers of width 1760, the last of 400"),

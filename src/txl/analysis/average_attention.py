@@ -18,7 +18,7 @@ from torch import Tensor
 from txl.analysis.observation import AttentionInputs, attentions, observed
 from txl.attention.shifted import shifted_view
 from txl.config import Lengths
-from txl.errors import Field, UserError
+from txl.errors import UserError
 from txl.evaluation.stream import Lanes, Progress, Settings, TokenIds, checked_ids, evaluation_mode, read_lanes
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
@@ -28,27 +28,19 @@ from txl.models.language_model import LanguageModel, State
 class AttentionPlan:
     """Choice of the attention that is averaged and that is shown in the text. Layers and heads count from 0."""
 
-    layers: Sequence[int] | None = None
-    """Numbers of the layers; None: all."""
+    layers: Sequence[int] | None = None  # None: all
+    # Least number of keys, itself included, that a token must see to be averaged over. None: the number that full
+    # memory, or the window, always provides, which excludes the beginning of the stream, where memory is not yet full;
+    # for a model without memory: 1.
     min_keys: int | None = None
-    """Least number of keys, itself included, that a token must see to be averaged over. None: the number that full
-    memory, or the window, always provides, which excludes the beginning of the stream, where memory is not yet full;
-    for a model without memory: 1."""
+    # True: also average the terms (a), (b) and (d), each with its own softmax (Figure 7); None: those the model has.
     terms: bool | None = None
-    """True: also average the terms (a), (b) and (d), each with its own softmax (Figure 7); None: average the terms that
-    the model has."""
-    far: int | None = None
-    """Least distance that counts as far; None: half of the number of keys that a token sees."""
-    heads: Sequence[tuple[int, int]] | None = None
-    """Heads to show in the text as (layer, head); None: those of `AttentionAverages.farthest`."""
-    positions: Sequence[int] | None = None
-    """Indices in the stream of the tokens whose attention is shown; None: one drawn where memory is full."""
-    rows: int = 16
-    """Number of tokens shown up to each position."""
-    seed: int = 1
-    """Seed for drawing the position."""
-    lanes: int | None = None
-    """Number of lanes; None: at most `Settings.batch_size`, with memory full in three quarters of each lane."""
+    far: int | None = None  # least distance that counts as far; None: half of the number of keys that a token sees
+    heads: Sequence[tuple[int, int]] | None = None  # (layer, head) to show in the text; None: those farthest
+    positions: Sequence[int] | None = None  # tokens whose attention is shown; None: one drawn where memory is full
+    rows: int = 16  # number of tokens shown up to each position
+    seed: int = 1  # draws the position
+    lanes: int | None = None  # None: at most `Settings.batch_size`, with memory full in three quarters of each lane
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -58,43 +50,66 @@ class AttentionPlan:
 DEFAULT_PLAN = AttentionPlan()
 
 
-@dataclass(frozen=True)
 class Close:
     """Attention weights of some neighbouring tokens, one row per token, without averaging (Figure 6)."""
 
-    position: int
-    """Index in the stream of the token of the last row."""
-    first_key: int
-    """Index in the stream of the token of the first column."""
-    weights: np.ndarray
-    """float32 [N,H,rows,columns]: weight of the column's token for the row's token; 0 for a token that is not seen."""
-    keys: np.ndarray
-    """int64 [rows]: number of tokens that the row's token sees, up to and including itself."""
+    def __init__(self, position: int, rows: int, span: int, lanes: Lanes, n_layer: int, n_head: int):
+        self.position = position  # index in the stream of the token of the last row
+        rows = min(rows, position + 1)
+        self.first_row = position - rows + 1
+        starts = [first - 1 for first in lanes.first]
+        inside = [lane for lane, start in enumerate(starts) if start <= position < lanes.end[lane] - 1]
+        if not inside or self.first_row < starts[inside[0]]:
+            raise UserError(
+                f"position {position} was not read, or lies within {rows} tokens of a lane's beginning; lanes begin at "
+                f"{', '.join(map(str, starts[:8]))}{' ...' if len(starts) > 8 else ''} and end at {lanes.end[-1] - 2}",
+                remedy="choose another position, or read one lane",
+            )
+        self.lane = inside[0]
+        self.first_key = max(starts[self.lane], self.first_row - span + 1)  # token of the first column
+        # float32 [N,H,rows,columns]: weight of the column's token for the row's; 0 for a token that is not seen.
+        self.weights = np.zeros((n_layer, n_head, rows, position + 1 - self.first_key), dtype=np.float32)
+        self.keys = np.zeros(rows, dtype=np.int64)  # number of tokens that the row's token sees, itself included
+
+    def add(self, layer: int, weights: Tensor, start: int, memory: int, keys: Tensor) -> None:
+        """Copy the rows' part of a lane's weights [H,T,S] on a segment from token `start`, behind `memory` keys.
+
+        The layer is an index among the chosen ones; `keys` [T] is the number of keys that each token sees.
+        """
+        low, high = max(self.first_row, start), min(self.position + 1, start + weights.shape[1])
+        if low >= high:
+            return
+        first = max(self.first_key, start - memory)
+        block = weights[:, low - start : high - start, first - start + memory : self.position + 1 - start + memory]
+        at, rows = first - self.first_key, slice(low - self.first_row, high - self.first_row)
+        self.weights[layer, :, rows, at : at + block.shape[-1]] = block.cpu().float().numpy()
+        self.keys[rows] = keys[low - start : high - start].numpy()
+
+    def trim(self) -> None:
+        """Drop the columns that no row sees."""
+        unseen = int((self.first_row + np.arange(len(self.keys)) - self.keys + 1).min()) - self.first_key
+        self.first_key += unseen
+        self.weights = self.weights[..., unseen:]
 
 
 @dataclass(frozen=True)
 class AttentionAverages:
     """Attention distributions averaged over the tokens of a stream, by distance."""
 
-    layers: tuple[int, ...]
-    """Numbers of the N layers, from 0."""
-    weights: np.ndarray
-    """float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1."""
-    effective_keys: np.ndarray
-    """float64 [N,H]: exp of the mean entropy of the distributions, the number of keys that a head effectively uses."""
-    even: np.ndarray
-    """float64 [L]: `weights` of a hypothetical head that divides its attention evenly among all keys that it sees."""
-    even_keys: float
-    """`effective_keys` of the head with even attention."""
-    terms: dict[str, np.ndarray]
-    """Like `weights`, with the softmax of a single term: "a", "b" and "d", as far as the model has these terms."""
-    queries: int
-    """Number of tokens averaged over."""
-    min_keys: int
-    """Least number of keys that a token had to see to be averaged over."""
-    settings: JsonObject
-    """Values of mem_len, window, clamp_len, segment, batch_size and tokens."""
-    close: tuple[Close, ...]
+    layers: tuple[int, ...]  # numbers of the N layers, from 0
+    weights: np.ndarray  # float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1
+    effective_keys: (
+        np.ndarray
+    )  # float64 [N,H]: exp of the mean entropy, the number of keys that a head effectively uses
+    even: np.ndarray  # float64 [L]: `weights` of a hypothetical head that divides its attention evenly among all keys
+    even_keys: float  # `effective_keys` of that head
+    terms: dict[
+        str, np.ndarray
+    ]  # like `weights`, with the softmax of "a", "b" or "d" alone, as far as the model has it
+    queries: int  # number of tokens averaged over
+    min_keys: int  # least number of keys that a token had to see to be averaged over
+    settings: JsonObject  # mem_len, window, clamp_len, segment, batch_size and tokens
+    close: list[Close]
 
     def farthest(self) -> list[tuple[int, int]]:
         """Return the head with the largest mean distance in each third of the layers as (layer, head), both from 0.
@@ -131,38 +146,35 @@ def average_attention(
     plan: AttentionPlan = DEFAULT_PLAN,
     progress: Progress | None = None,
 ) -> AttentionAverages:
-    """Average the attention of every head over the tokens of a stream, by distance.
+    """Average the attention of every head of any Transformer over the tokens of a stream, by distance.
 
-    Args:
-        model: any Transformer.
-        tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
-        settings: lanes, segments and lengths; every target counts, so `exhaustive` must be false.
-        plan: layers, terms and least number of keys; all weights are kept at its `positions`.
-        progress: called with the number of tokens read so far and their total number.
+    Every target counts, so `settings.exhaustive` must be false. All weights are kept at the plan's positions.
     """
-    chosen = _chosen_layers(model, plan.layers)
-    names = _chosen_terms(model, plan.terms)
+    layers = attentions(model)
+    chosen = tuple(range(len(layers)) if plan.layers is None else sorted(set(plan.layers)))
+    if not chosen or chosen[0] < 0 or chosen[-1] >= len(layers):
+        wrong = next((layer + 1 for layer in chosen if not 0 <= layer < len(layers)), "none")
+        raise UserError(field="layers", value=wrong, expected=f"some of this model's layers 1 to {len(layers)}")
+    terms = "" if plan.terms is False else model.config.score_terms
+    if plan.terms and not terms:
+        raise UserError(
+            f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute "
+            f"({model.config.chosen_by}) and go into its hidden states, not into terms of the score"
+        )
     n_token = len(checked_ids(tokens, settings.max_tokens))
     lanes = Lanes.cut(n_token, settings.batch_size)
     lengths = settings.init_state(model, 1).lengths
     span, longest = reach(lengths, settings.segment), lanes.end[0] - lanes.first[0]
-    most = min(span, longest)
-    if plan.min_keys is not None and not 1 <= plan.min_keys <= most:
-        raise UserError(field="min_keys", value=plan.min_keys, expected=f"1 to {most}: no token sees more keys")
     everywhere = 1 if model.context is not None else lengths.window or lengths.mem_len + 1
     needed = everywhere if plan.min_keys is None else plan.min_keys
-    if needed > most:
-        raise UserError(
-            f"no token sees {needed} keys: a lane has {longest} tokens (of {n_token} in {settings.batch_size} lanes) "
-            f"and a token sees at most {span}",
-            remedy="use less memory or fewer lanes, or read more tokens",
-        )
-    n_head = attentions(model)[0].n_head
-    close = [
-        _Close(position, min(plan.rows, position + 1), span, lanes, len(chosen), n_head)
-        for position in plan.positions or ()
-    ]
-    sums = _Sums(chosen, n_head, span, needed, names, close)
+    less = "use less memory or fewer lanes, or read more tokens"
+    if not 1 <= needed <= min(span, longest):
+        expected = f"1 to {min(span, longest)}, as a lane has {longest} of the {n_token} tokens and a token sees {span}"
+        raise UserError(field="min_keys", value=needed, expected=expected, remedy=less)
+    n_head = layers[0].n_head
+    close = [Close(position, plan.rows, span, lanes, len(chosen), n_head) for position in plan.positions or ()]
+    # Term (c) does not depend on the distance: the paper's Figure 7 leaves it out.
+    sums = _Sums(chosen, n_head, span, needed, terms.replace("c", ""), close)
     sums.starts = [first - 1 for first in lanes.first]
     with evaluation_mode(model, settings.dtype) as view, observed(view, sums.observe):
 
@@ -174,93 +186,22 @@ def average_attention(
         read_lanes(view, tokens, settings, step, progress=progress)
     if not sums.queries.any():
         raise UserError(
-            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin",
-            remedy=("lower ", Field("min_keys"), ", or read more tokens"),
+            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin", remedy=less
         )
     read = {"segment": settings.segment, "batch_size": settings.batch_size, "tokens": n_token}
     return sums.result({**asdict(lengths), **read})
 
 
-def _chosen_layers(model: LanguageModel, layers: Sequence[int] | None) -> tuple[int, ...]:
-    n_layer = len(attentions(model))
-    chosen = tuple(range(n_layer)) if layers is None else tuple(sorted(set(layers)))
-    for layer in chosen:
-        if not 0 <= layer < n_layer:
-            raise UserError(f"there is no layer {layer + 1}: this model has layers 1 to {n_layer}")
-    if not chosen:
-        raise UserError("no layers were chosen", expected="one or more")
-    return chosen
-
-
-def _chosen_terms(model: LanguageModel, wanted: bool | None) -> str:
-    known = model.config.score_terms
-    if wanted and not known:
-        raise UserError(
-            f"the terms of Figure 7 cannot be told apart here: this model's positions are absolute "
-            f"({model.config.chosen_by}) and go into its hidden states, not into terms of the score"
-        )
-    # Term (c) does not depend on the distance: the paper's Figure 7 leaves it out.
-    return "" if wanted is False else known.replace("c", "")
-
-
-class _Close:
-    """Collector of one `Close` over the segments that contain its rows."""
-
-    def __init__(self, position: int, rows: int, span: int, lanes: Lanes, n_layer: int, n_head: int):
-        self.position, self.rows = position, rows
-        self.first_row = position - rows + 1
-        starts = [first - 1 for first in lanes.first]
-        inside = [lane for lane, start in enumerate(starts) if start <= position < lanes.end[lane] - 1]
-        if not inside or self.first_row < starts[inside[0]]:
-            raise UserError(
-                f"position {position} was not read, or lies within {rows} tokens of a lane's beginning; lanes begin at "
-                f"{', '.join(map(str, starts[:8]))}{' ...' if len(starts) > 8 else ''} and "
-                f"end at {lanes.end[-1] - 2}",
-                remedy="choose another position, or read one lane",
-            )
-        self.lane = inside[0]
-        self.first_key = max(starts[self.lane], self.first_row - span + 1)
-        self.weights = np.zeros((n_layer, n_head, rows, position + 1 - self.first_key), dtype=np.float32)
-        self.keys = np.zeros(rows, dtype=np.int64)
-
-    def add(self, layer: int, weights: Tensor, start: int, memory: int, keys: Tensor) -> None:
-        """Copy the part of the rows from the weights [H,T,S] of a segment that begins at token `start`.
-
-        Args:
-            layer: index of the layer among the chosen layers.
-            weights: weights of the lane that contains the rows.
-            start: index in the stream of the segment's first token.
-            memory: number of keys before the segment.
-            keys: [T], number of keys that each token sees.
-        """
-        low, high = max(self.first_row, start), min(self.position + 1, start + weights.shape[1])
-        if low >= high:
-            return
-        first = max(self.first_key, start - memory)
-        block = weights[:, low - start : high - start, first - start + memory : self.position + 1 - start + memory]
-        at = first - self.first_key
-        rows = slice(low - self.first_row, high - self.first_row)
-        self.weights[layer, :, rows, at : at + block.shape[-1]] = block.cpu().float().numpy()
-        self.keys[rows] = keys[low - start : high - start].numpy()
-
-    def result(self) -> Close:
-        """Return the collected weights without the columns that no row sees."""
-        unseen = int((self.first_row + np.arange(self.rows) - self.keys + 1).min()) - self.first_key
-        return Close(self.position, self.first_key + unseen, self.weights[..., unseen:], self.keys)
-
-
 class _Sums:
     """Sums of attention over tokens, for every chosen layer."""
 
-    def __init__(self, layers: tuple[int, ...], n_head: int, span: int, min_keys: int, terms: str, close: list[_Close]):
+    def __init__(self, layers: tuple[int, ...], n_head: int, span: int, min_keys: int, terms: str, close: list[Close]):
         self.rows = {layer: row for row, layer in enumerate(layers)}
         self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
         self.entropy = np.zeros((len(layers), n_head))
-        self.queries = np.zeros(span + 1, dtype=np.int64)
-        """Number of counted tokens, by the number of keys that a token sees."""
+        self.queries = np.zeros(span + 1, dtype=np.int64)  # counted tokens, by the number of keys that a token sees
         self.min_keys, self.close = min_keys, close
-        self.starts: list[int] = []
-        """Index in the stream of the first token of each lane's current segment."""
+        self.starts: list[int] = []  # index in the stream of the first token of each lane's current segment
 
     def observe(self, layer: int, inputs: AttentionInputs) -> None:
         """Add the attention of one layer on one segment."""
@@ -288,21 +229,21 @@ class _Sums:
 
     def result(self, settings: JsonObject) -> AttentionAverages:
         """Return the means."""
-        queries = int(self.queries.sum())
-        terms = {name: sums / queries for name, sums in self.by_name.items() if name != "all"}
-        keys = np.arange(1, len(self.queries))
+        queries, keys = int(self.queries.sum()), np.arange(1, len(self.queries))
         share = self.queries[1:] / queries
+        for close in self.close:
+            close.trim()
         return AttentionAverages(
             layers=tuple(self.rows),
             weights=self.by_name["all"] / queries,
             effective_keys=np.exp(self.entropy / queries),
             even=(share / keys)[::-1].cumsum()[::-1],  # a token that sees n keys gives 1/n to each distance below n
             even_keys=float(np.exp(share @ np.log(keys))),
-            terms=terms,
+            terms={name: sums / queries for name, sums in self.by_name.items() if name != "all"},
             queries=queries,
             min_keys=self.min_keys,
             settings=settings,
-            close=tuple(close.result() for close in self.close),
+            close=self.close,
         )
 
 
@@ -312,10 +253,7 @@ def sums_by_distance(weights: Tensor, n_head: int, first: int = 0) -> Tensor:
     The weights are written through the shifted view of a buffer, which is the inverse of the shift of Appendix B: the
     buffer's columns are then distances. Hidden keys have weight 0, which fills the corners that the view runs over.
 
-    Args:
-        weights: attention weights; 0 where a query does not see a key.
-        n_head: number of heads H.
-        first: index of the first query to include.
+    Queries before `first` are left out.
     """
     n_matrix, n_query, n_key = weights.shape
     buffer = weights.new_zeros(n_head, n_matrix // n_head * n_query, n_key + 1)

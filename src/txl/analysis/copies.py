@@ -19,8 +19,7 @@ import numpy as np
 from txl.data.lanes import splitmix64
 from txl.data.prepared import Tokens
 
-BLOCK = 1 << 20
-"""Number of training tokens read at a time."""
+BLOCK = 1 << 20  # number of training tokens read at a time
 _SIEVE_BITS = 20
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
@@ -29,18 +28,16 @@ _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 class Copies:
     """Spans of one text that also occur in the training text, token by token."""
 
+    # int64 [T]: length in tokens of the longest span from each position on that also occurs in the training text, and
+    # the position there of one occurrence of this span; -1 if nothing is copied.
     lengths: np.ndarray
-    """int64 [T]: length in tokens of the longest span from each position on that also occurs in the training text."""
     sources: np.ndarray
-    """int64 [T]: position in the training text of one occurrence of this longest span; -1 if nothing is copied."""
 
     @property
     def longest(self) -> tuple[int, int]:
         """Position and length in tokens of the first longest copied span; (0, 0) if nothing is copied."""
-        if not len(self.lengths):
-            return 0, 0
-        position = int(self.lengths.argmax())
-        return position, int(self.lengths[position])
+        position = int(self.lengths.argmax()) if len(self.lengths) else 0
+        return position, int(self.lengths[position]) if len(self.lengths) else 0
 
     def novel_ngrams(self, n: int) -> tuple[int, int]:
         """Return the number of n-grams of the text that the training text lacks, and the number of all n-grams."""
@@ -51,15 +48,10 @@ class Copies:
 def copies(
     texts: Sequence[Sequence[int]], training: Tokens | np.ndarray, progress: Callable[[int, int], None] | None = None
 ) -> list[Copies]:
-    """Return the spans of each text that also occur in the training text.
+    """Return the spans of each text that also occur in the training text, which may be a memory map.
 
     Hashes have 64 bits: with 10^8 training tokens and 10^4 tokens of texts, the probability that two different n-grams
     are taken for equal is about 10^-7 for each n.
-
-    Args:
-        texts: token ids of each text.
-        training: token ids of the training text, one-dimensional; may be a memory map.
-        progress: called with the number of training tokens read so far and their total number.
     """
     table = _Ngrams([np.asarray(text, dtype=np.int64) for text in texts])
     total, reach = len(training), max((len(text) for text in texts), default=0)
@@ -77,57 +69,52 @@ class _Ngrams:
 
     def __init__(self, texts: list[np.ndarray]):
         self._symbols = _numbers_of(np.concatenate([np.zeros(0, dtype=np.int64), *texts]))
-        self._room = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(len(each), 0, -1) for each in texts)])
+        rooms = (np.arange(len(text), 0, -1) for text in texts)  # tokens from each position to the end of its text
+        self._room = np.concatenate([np.zeros(0, dtype=np.int64), *rooms])
         self._levels: list[_Level] = []
         self.lengths = np.zeros(len(self._symbols), dtype=np.int64)
         self.sources = np.full(len(self._symbols), -1, dtype=np.int64)
 
     def search(self, symbols: np.ndarray, starts: int, offset: int) -> None:
         """Search for the n-grams that begin at the first `starts` symbols; the first symbol has position `offset`."""
-        places = np.arange(starts)
-        hashes = np.zeros(starts, dtype=np.uint64)
-        n = 0
+        places, hashes, n = np.arange(starts), np.zeros(starts, dtype=np.uint64), 0
         while True:
-            n += 1
-            fits = places + n <= len(symbols)
+            fits = places + n < len(symbols)
             if not fits.all():
                 places, hashes = places[fits], hashes[fits]
-            level = self._level(n)
+            if n == len(self._levels):
+                self._add_level()
+            level = self._levels[n]
             if not len(places) or not len(level.positions):
                 return
-            hashes = hashes * _FACTOR + symbols[places + (n - 1)]
+            hashes = hashes * _FACTOR + symbols[places + n]
             kept, ranks = level.find(hashes)
             places, hashes = places[kept], hashes[kept]
-            self._note(n, level, ranks, places + offset)
+            n += 1
+            # The first position of each n-gram that no earlier block contained.
+            source = np.full(len(level.hashes), -1, dtype=np.int64)
+            source[ranks[::-1]] = places[::-1] + offset
+            source = source[level.rank_of]
+            new = (source >= 0) & (self.lengths[level.positions] < n)
+            self.lengths[level.positions[new]] = n
+            self.sources[level.positions[new]] = source[new]
 
-    def _note(self, n: int, level: _Level, ranks: np.ndarray, places: np.ndarray) -> None:
-        """Record the first position of each n-gram that no earlier block contained."""
-        source = np.full(len(level.hashes), -1, dtype=np.int64)
-        source[ranks[::-1]] = places[::-1]
-        source = source[level.rank_of]
-        new = (source >= 0) & (self.lengths[level.positions] < n)
-        self.lengths[level.positions[new]] = n
-        self.sources[level.positions[new]] = source[new]
-
-    def _level(self, n: int) -> _Level:
-        if n > len(self._levels):
-            before = self._levels[-1] if self._levels else None
-            positions = np.flatnonzero(self._room >= n)
-            hashes = np.zeros(len(positions), dtype=np.uint64)
-            if before is not None:
-                hashes = before.hashes[before.rank_of][np.searchsorted(before.positions, positions)]
-            self._levels.append(_Level(positions, hashes * _FACTOR + self._symbols[positions + (n - 1)]))
-        return self._levels[n - 1]
+    def _add_level(self) -> None:
+        n = len(self._levels)
+        positions = np.flatnonzero(self._room > n)
+        hashes = np.zeros(len(positions), dtype=np.uint64)
+        if self._levels:
+            before = self._levels[-1]
+            hashes = before.hashes[before.rank_of][np.searchsorted(before.positions, positions)]
+        self._levels.append(_Level(positions, hashes * _FACTOR + self._symbols[positions + n]))
 
 
 class _Level:
-    """The n-grams of one length."""
+    """The n-grams of one length: where they begin, their sorted distinct hashes, each position's index in these."""
 
     def __init__(self, positions: np.ndarray, hashes: np.ndarray):
         self.positions = positions
-        """Position at which each n-gram begins."""
         self.hashes, self.rank_of = np.unique(hashes, return_inverse=True)
-        """Sorted distinct hashes, and the index among these of each position's hash."""
         self._sieve: np.ndarray | None = None
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -135,17 +122,14 @@ class _Level:
         kept = np.arange(len(hashes))
         if len(hashes) > 1 << _SIEVE_BITS >> 2:
             # A look-up in a table of bits excludes most positions from the slower search.
-            kept = np.flatnonzero(self._bits()[hashes >> np.uint64(64 - _SIEVE_BITS)])
+            if self._sieve is None:
+                self._sieve = np.zeros(1 << _SIEVE_BITS, dtype=bool)
+                self._sieve[self.hashes >> np.uint64(64 - _SIEVE_BITS)] = True
+            kept = np.flatnonzero(self._sieve[hashes >> np.uint64(64 - _SIEVE_BITS)])
             hashes = hashes[kept]
         ranks = np.minimum(np.searchsorted(self.hashes, hashes), len(self.hashes) - 1)
         same = self.hashes[ranks] == hashes
         return kept[same], ranks[same]
-
-    def _bits(self) -> np.ndarray:
-        if self._sieve is None:
-            self._sieve = np.zeros(1 << _SIEVE_BITS, dtype=bool)
-            self._sieve[self.hashes >> np.uint64(64 - _SIEVE_BITS)] = True
-        return self._sieve
 
 
 def _numbers_of(ids: np.ndarray) -> np.ndarray:

@@ -24,14 +24,10 @@ from txl.models.vanilla import CausalSelfAttention
 class AttentionInputs:
     """Inputs of one layer's attention scores."""
 
-    query: Tensor
-    """[B,T,H,D]."""
-    key: Tensor
-    """[B,S,H,D], memory first."""
-    position: Tensor | None
-    """[S,H,D], W_kR R_d with the farthest distance first; None without relative positions."""
-    u: Tensor | None
-    """[H,D]; None without the global biases."""
+    query: Tensor  # [B,T,H,D]
+    key: Tensor  # [B,S,H,D], memory first
+    position: Tensor | None  # [S,H,D], W_kR R_d with the farthest distance first; None without relative positions
+    u: Tensor | None  # [H,D]; None without the global biases
     v: Tensor | None
     scope: KeyScope
 
@@ -41,11 +37,12 @@ class AttentionInputs:
         A model without relative positions has only term (a).
         """
         n_head, d_head = self.query.shape[2:]
-        nothing = self.query.new_zeros(n_head, d_head)
-        query = self.query if "a" in terms else torch.zeros_like(self.query)
-        query_u = query + (self.u if "c" in terms and self.u is not None else nothing)
-        query = self.query if "b" in terms else torch.zeros_like(self.query)
-        query_v = query + (self.v if "d" in terms and self.v is not None else nothing)
+        query_u = self.query if "a" in terms else torch.zeros_like(self.query)
+        query_v = self.query if "b" in terms else torch.zeros_like(self.query)
+        if "c" in terms and self.u is not None:
+            query_u = query_u + self.u
+        if "d" in terms and self.v is not None:
+            query_v = query_v + self.v
         scale = 1 / math.sqrt(d_head)
         query_u, query_v = ((part * scale).permute(2, 0, 1, 3).contiguous() for part in (query_u, query_v))
         key = self.key.permute(2, 0, 1, 3).contiguous()
@@ -53,8 +50,8 @@ class AttentionInputs:
         return masked_scores(query_u, query_v, key, padded_positions(position), self.scope).softmax(dim=-1)
 
 
+# Receives the number of a layer, from 0, and the inputs of its attention scores.
 Observer = Callable[[int, AttentionInputs], None]
-"""Callback that receives the number of a layer, from 0, and the inputs of its attention scores."""
 
 
 @contextmanager
@@ -66,10 +63,41 @@ def observed(model: nn.Module, observer: Observer) -> Iterator[None]:
     with ExitStack() as undo:
         for number, attention in enumerate(attentions(model)):
             if isinstance(attention, RelativeMultiHeadAttention):
-                undo.enter_context(_relative(attention, number, observer))
+                name, watched = "attend", _relative(attention, number, observer)
             else:
-                undo.enter_context(_absolute(attention, number, observer))
+                name, watched = "forward", _absolute(attention, number, observer)
+            before = vars(attention).get(name)
+            setattr(attention, name, watched)
+            if before is None:
+                undo.callback(delattr, attention, name)
+            else:
+                undo.callback(setattr, attention, name, before)
         yield
+
+
+def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Observer) -> Callable[..., Tensor]:
+    original = attention.attend
+
+    def attend(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
+        query, key, _, position, u, v = operands
+        observer(number, AttentionInputs(query, key, position, u, v, scope))
+        return original(operands, scope, dropout)
+
+    return attend
+
+
+def _absolute(attention: CausalSelfAttention, number: int, observer: Observer) -> Callable[..., Tensor]:
+    original = attention.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        # Queries and keys are projected again, because the fused attention does not expose its scores.
+        context = attention.norm(hidden) if attention.pre_norm else hidden
+        heads = (attention.n_head, attention.d_head)
+        query, key = (project(context).unflatten(-1, heads) for project in (attention.q_proj, attention.k_proj))
+        observer(number, AttentionInputs(query, key, None, None, None, KeyScope(0)))
+        return original(hidden)
+
+    return forward
 
 
 def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelfAttention]:
@@ -80,40 +108,3 @@ def attentions(model: nn.Module) -> list[RelativeMultiHeadAttention | CausalSelf
     if not found or len(found) < len(layers):
         raise UserError(f"this model ({type(model).__name__}) has no attention to look at", expected="a Transformer")
     return found
-
-
-@contextmanager
-def _relative(attention: RelativeMultiHeadAttention, number: int, observer: Observer) -> Iterator[None]:
-    original = attention.attend
-
-    def attend(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
-        query, key, _, position, u, v = operands
-        observer(number, AttentionInputs(query, key, position, u, v, scope))
-        return original(operands, scope, dropout)
-
-    attention.attend = attend
-    try:
-        yield
-    finally:
-        attention.attend = original
-
-
-@contextmanager
-def _absolute(attention: CausalSelfAttention, number: int, observer: Observer) -> Iterator[None]:
-    original, replaced = attention.forward, vars(attention).get("forward")
-
-    def forward(hidden: Tensor) -> Tensor:
-        # Queries and keys are projected again, because the fused attention does not expose its scores.
-        context = attention.norm(hidden) if attention.pre_norm else hidden
-        heads = (attention.n_head, attention.d_head)
-        query, key = (project(context).unflatten(-1, heads) for project in (attention.q_proj, attention.k_proj))
-        observer(number, AttentionInputs(query, key, None, None, None, KeyScope(0)))
-        return original(hidden)
-
-    attention.forward = forward
-    try:
-        yield
-    finally:
-        del attention.forward
-        if replaced is not None:
-            attention.forward = replaced

@@ -25,18 +25,11 @@ from txl.models.language_model import LanguageModel
 def draw_contexts(
     tokens: Tokens | np.ndarray, vocabulary: Vocabulary, *, count: int, length: int, seed: int
 ) -> list[int]:
-    """Draw ascending positions in a split, each with room for a context and its continuation.
+    """Draw ascending positions in a split, each with room for `length` tokens: a context and its continuation.
 
     Contexts begin at lines that are not empty, if the vocabulary shows line ends and the split has enough lines.
     Positions are drawn one after another, each separate from those before it. If that leaves room for fewer than
-    `count`, the others overlap them.
-
-    Args:
-        tokens: token ids of the split.
-        vocabulary: vocabulary of the split, which determines the line ends.
-        count: number of positions.
-        length: number of tokens of a context and its continuation together.
-        seed: random seed; it determines the positions, equally on every machine.
+    `count`, the others overlap them. The seed determines the positions, equally on every machine.
     """
     total = len(tokens)
     if total < length:
@@ -45,13 +38,14 @@ def draw_contexts(
             f"a context and its continuation are {length:,} tokens, but the {split} split has only {total:,}",
             remedy=("lower ", Field("context"), " or ", Field("max_tokens")),
         )
-    possible = total - length + 1
-    starts = _line_starts(np.asarray(tokens[:possible]), vocabulary.line_ends())
-    if len(starts) < count:
-        starts = np.arange(possible)
+    starts = np.arange(total - length + 1)
+    if line_ends := vocabulary.line_ends():
+        ends = np.isin(np.asarray(tokens[: len(starts)]), line_ends)
+        lines = np.flatnonzero(np.concatenate([[True], ends[:-1]]) & ~ends)
+        starts = lines if len(lines) >= count else starts
     if len(starts) < count:
         raise UserError(
-            f"{count:,} different contexts do not fit: with {length:,} tokens each there are {possible:,}",
+            f"{count:,} different contexts do not fit: with {length:,} tokens each there are {len(starts):,}",
             remedy=("lower ", Field("count")),
         )
     order = starts[shuffled(len(starts), seed, 0)].tolist()
@@ -66,15 +60,6 @@ def draw_contexts(
     return sorted([*taken, *itertools.islice(overlapping, count - len(taken))])
 
 
-def _line_starts(tokens: np.ndarray, line_ends: list[int]) -> np.ndarray:
-    """Return the positions at which lines begin that do not end with their first token."""
-    if not line_ends:
-        return np.zeros(0, dtype=np.int64)
-    ends = np.isin(tokens, line_ends)
-    begins = np.concatenate([np.ones(1, dtype=bool), ends[:-1]])
-    return np.flatnonzero(begins & ~ends)
-
-
 def repeated_ngrams(symbols: Sequence[Hashable], n: int) -> tuple[int, int]:
     """Return the number of n-grams that occurred earlier in the text, and the number of all n-grams.
 
@@ -85,10 +70,10 @@ def repeated_ngrams(symbols: Sequence[Hashable], n: int) -> tuple[int, int]:
     return len(ngrams) - len(set(ngrams)), len(ngrams)
 
 
+# Lengths in words of the n-grams whose repetition is measured; and lengths in tokens, by kind of vocabulary, of the
+# n-grams that are searched for in the training text.
 REPEATED = (2, 3, 4)
-"""Lengths in words of the n-grams whose repetition is measured."""
 NOVEL = {"word": (2, 3, 4, 6, 8), "bpe": (2, 4, 8, 12, 16), "char": (5, 10, 20, 30, 40), "byte": (5, 10, 20, 30, 40)}
-"""Lengths in tokens, by kind of vocabulary, of the n-grams that are searched for in the training text."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +81,7 @@ class Passage:
     """Token ids and text of a context, a continuation or a reference."""
 
     ids: list[int]
-    pieces: list[str]
-    """Text that each token adds, and finally the rest that the last tokens left incomplete."""
+    pieces: list[str]  # text that each token adds, and finally the rest that the last tokens left incomplete
 
     @property
     def text(self) -> str:
@@ -109,26 +93,19 @@ class Passage:
 class Measures:
     """Counts over one text."""
 
-    repeated: dict[int, tuple[int, int]]
-    """For each n, number of n-grams of words that occurred earlier in the text, and number of all n-grams."""
-    novel: dict[int, tuple[int, int]]
-    """For each n, number of n-grams of tokens that the training text lacks, and number of all n-grams."""
-    longest_copy: tuple[int, int]
-    """Position in the text and length in tokens of the longest span that also occurs in the training text."""
-    copied_from: int
-    """Position of the longest copied span in the training text; -1 if nothing is copied."""
-    copies: list[int]
-    """For each token, length of the longest span from this token on that also occurs in the training text."""
-    mentions: dict[str, Shared]
-    """Numbers of headings, names, dates and years that the text shares with the context."""
+    repeated: dict[int, tuple[int, int]]  # by n, n-grams of words that occurred earlier in the text, and all n-grams
+    novel: dict[int, tuple[int, int]]  # by n, n-grams of tokens that the training text lacks, and all n-grams
+    longest_copy: tuple[int, int]  # position and length in tokens of the longest span of the training text
+    copied_from: int  # position of the longest copied span in the training text; -1 if nothing is copied
+    copies: list[int]  # by token, length of the longest span from there on that also occurs in the training text
+    mentions: dict[str, Shared]  # numbers of headings, names, dates and years that the text shares with the context
 
 
 @dataclass(frozen=True)
 class Sample:
     """A context, its continuation by a model, and its continuation in the corpus."""
 
-    position: int
-    """Position of the context's first token in the split."""
+    position: int  # position of the context's first token in the split
     seed: int
     context: Passage
     generation: Passage
@@ -138,16 +115,16 @@ class Sample:
 
     def to_dict(self) -> JsonObject:
         """Return plain JSON values: texts, token ids, measures."""
-
-        def both(text: Passage, measures: Measures) -> JsonObject:
-            return {"text": text.text, "tokens": text.ids, "measures": asdict(measures)}
-
+        both = ((self.generation, self.generation_measures), (self.reference, self.reference_measures))
+        generation, reference = (
+            {"text": text.text, "tokens": text.ids, "measures": asdict(measures)} for text, measures in both
+        )
         return {
             "position": self.position,
             "seed": self.seed,
             "context": {"text": self.context.text, "tokens": self.context.ids},
-            "generation": both(self.generation, self.generation_measures),
-            "reference": both(self.reference, self.reference_measures),
+            "generation": generation,
+            "reference": reference,
         }
 
 
@@ -155,15 +132,11 @@ class Sample:
 class Plan:
     """Settings for the choice of contexts and for the continuations."""
 
-    lengths: Lengths
-    """Memory length, window and clamp."""
+    lengths: Lengths  # memory length, window and clamp
     count: int = 3
-    context: int = 512
-    """Number of tokens of a context."""
-    max_tokens: int = 500
-    """Number of tokens of a continuation; 500 in the paper."""
-    seed: int = 0
-    """Seed for drawing contexts; continuation i is generated with seed + i."""
+    context: int = 512  # number of tokens of a context
+    max_tokens: int = 500  # number of tokens of a continuation; 500 in the paper
+    seed: int = 0  # seed for drawing contexts; continuation i is generated with seed + i
     sampling: Sampling = field(default_factory=Sampling)
 
 
@@ -181,8 +154,7 @@ def make_samples(
     """Continue contexts of a split, and measure the continuations and the references that follow in the split.
 
     Args:
-        model: any language model.
-        vocabulary: vocabulary of the model.
+        model, vocabulary: any language model, and its vocabulary.
         tokens: token ids of the split.
         training: token ids of the training split, which is searched for copies.
         plan: settings for the choice of contexts and for the continuations.
@@ -192,41 +164,31 @@ def make_samples(
     """
     length = plan.context + plan.max_tokens
     positions = draw_contexts(tokens, vocabulary, count=plan.count, length=length, seed=plan.seed)
-    triples: list[tuple[Passage, Passage, Passage]] = []
+    made: list[list[Passage]] = []  # context, generation and reference of each sample
     for number, position in enumerate(positions):
         ids = [int(token) for token in tokens[position : position + length]]
-        made: list[int] = []
-        options = GenerationOptions(
-            plan.max_tokens, 1, plan.sampling, plan.seed + number, compile=compile, **plan.lengths.options()
-        )
-        steps = generate_tokens_with(model, ids[: plan.context], options, undrawable(vocabulary))
-        for step in steps:
-            made.append(int(step[0]))
-            progress("generating", number * plan.max_tokens + len(made), plan.count * plan.max_tokens)
-        before = vocabulary.decode(ids[: plan.context])
-        context = _text(ids[: plan.context], vocabulary, convention, "")
-        generation = _text(made, vocabulary, convention, before)
-        triples.append((context, generation, _text(ids[plan.context :], vocabulary, convention, before)))
-    texts = [text.ids for _, *pair in triples for text in pair]
+        before, after = ids[: plan.context], ids[plan.context :]
+        seed = plan.seed + number
+        options = GenerationOptions(plan.max_tokens, 1, plan.sampling, seed, compile=compile, **plan.lengths.options())
+        generated: list[int] = []
+        for step in generate_tokens_with(model, before, options, undrawable(vocabulary)):
+            generated.append(int(step[0]))
+            progress("generating", number * plan.max_tokens + len(generated), plan.count * plan.max_tokens)
+        preceding = vocabulary.decode(before)
+        passages = []
+        for text, precedes in ((before, ""), (generated, preceding), (after, preceding)):
+            decoder = text_decoder(vocabulary, convention, precedes)
+            passages.append(Passage(text, [*(decoder.push(token) for token in text), decoder.flush()]))
+        made.append(passages)
+    texts = [text.ids for _, *pair in made for text in pair]
     found = copies(texts, training, lambda done, total: progress("looking for copies", done, total))
-    return [
-        Sample(
-            positions[number],
-            plan.seed + number,
-            context,
-            generation,
-            reference,
-            _measures(context, generation, found[2 * number], vocabulary),
-            _measures(context, reference, found[2 * number + 1], vocabulary),
-        )
-        for number, (context, generation, reference) in enumerate(triples)
-    ]
-
-
-def _text(ids: Sequence[int], vocabulary: Vocabulary, convention: Convention | None, before: str) -> Passage:
-    decoder = text_decoder(vocabulary, convention, before)
-    pieces = [decoder.push(token) for token in ids]
-    return Passage(list(ids), [*pieces, decoder.flush()])
+    samples = []
+    for number, (position, (context, generation, reference)) in enumerate(zip(positions, made, strict=True)):
+        of_generation = _measures(context, generation, found[2 * number], vocabulary)
+        of_reference = _measures(context, reference, found[2 * number + 1], vocabulary)
+        sample = Sample(position, plan.seed + number, context, generation, reference, of_generation, of_reference)
+        samples.append(sample)
+    return samples
 
 
 def _measures(context: Passage, text: Passage, copied: Copies, vocabulary: Vocabulary) -> Measures:
@@ -252,18 +214,12 @@ def pooled(measures: Sequence[Measures]) -> JsonObject:
         count, total = (sum(column) for column in zip(*pairs, strict=True))
         return {"share": count / total if total else None, "count": count, "of": total}
 
-    lengths = np.concatenate([each.copies for each in measures])
+    shared = {kind: [text.mentions[kind] for text in measures] for kind in KINDS}
     return {
-        "repeated": {n: share([each.repeated[n] for each in measures]) for n in measures[0].repeated},
-        "novel": {n: share([each.novel[n] for each in measures]) for n in measures[0].novel},
-        "longest_copy": max(each.longest_copy[1] for each in measures),
-        "mean_copy": float(lengths.mean()),
-        "taken_up": {
-            kind: share([(each.mentions[kind].taken_up, each.mentions[kind].in_context) for each in measures])
-            for kind in KINDS
-        },
-        "known": {
-            kind: share([(each.mentions[kind].known, each.mentions[kind].in_continuation) for each in measures])
-            for kind in KINDS
-        },
+        "repeated": {n: share([text.repeated[n] for text in measures]) for n in measures[0].repeated},
+        "novel": {n: share([text.novel[n] for text in measures]) for n in measures[0].novel},
+        "longest_copy": max(text.longest_copy[1] for text in measures),
+        "mean_copy": float(np.concatenate([text.copies for text in measures]).mean()),
+        "taken_up": {kind: share([(n.taken_up, n.in_context) for n in found]) for kind, found in shared.items()},
+        "known": {kind: share([(n.known, n.in_continuation) for n in found]) for kind, found in shared.items()},
     }

@@ -50,12 +50,9 @@ class TextFacts:
     """Facts about the training split of a text."""
 
     bytes: int
-    compressed_bytes: int
-    """Estimated size after compression by zstandard, which finds repetition at any earlier place within 128 MiB."""
-    characters: int
-    """Number of different characters; 0 if the text is not UTF-8 or holds NUL bytes, so that only bytes can be read."""
-    sample: str = field(default="", repr=False)
-    """Parts of the text, from all of it that was looked at; the whole text if it is short."""
+    compressed_bytes: int  # as zstandard would compress it, which finds repetition at any earlier place within 128 MiB
+    characters: int  # number of different ones; 0 if the text is not UTF-8 or holds NUL: then only bytes can be read
+    sample: str = field(default="", repr=False)  # parts of all of the text that was looked at; a short text whole
 
 
 @dataclass(frozen=True)
@@ -77,10 +74,8 @@ class TokenizedText:
 class StepTimes:
     """Times of a configuration on a machine, in seconds."""
 
-    step: float
-    """Time of a training step; infinite if the machine's memory is too small."""
-    evaluated_token: float
-    """Time of an evaluation, divided by its tokens; infinite if the run has no evaluations."""
+    step: float  # time of a training step; infinite if the machine's memory is too small
+    evaluated_token: float  # time of an evaluation, divided by its tokens; infinite if the run has no evaluations
 
 
 @dataclass(frozen=True)
@@ -88,18 +83,13 @@ class ChosenRun:
     """A configuration with its expected loss and time."""
 
     run: RunConfig
-    expected: float
-    """Expected loss, in nats per token above the part that no model can predict."""
+    expected: float  # expected loss, in nats per token above the part that no model can predict
     passes: float
-    own_passes: float
-    """Passes over the text's own tokens."""
-    seconds: float
-    """Planned time of training and evaluations in seconds."""
+    own_passes: float  # passes over the text's own tokens
+    seconds: float  # planned time of training and evaluations in seconds
     speed: StepTimes
-    ends_early: bool
-    """True if the run ends before the time is over, because more passes would not help."""
-    tried: int = 1
-    """Number of configurations that were timed."""
+    ends_early: bool  # true if the run ends before the time is over, because more passes would not help
+    tried: int = 1  # number of configurations that were timed
 
 
 def base_run(minutes: float, bfloat16: bool) -> RunConfig:
@@ -128,17 +118,10 @@ def choose(
     measure: Callable[[RunConfig], StepTimes],
     options: dict[str, str],
 ) -> ChosenRun:
-    """Return the configuration with the lowest expected loss.
+    """Return the configuration with the lowest expected loss, from `base` and the user's options by dotted name.
 
     The search starts with the smallest shape and batch. It tries the next larger shape and the next larger batch, goes
-    on from the better of the two, and ends when neither lowers the expected loss.
-
-    Args:
-        base: configuration with the name, the unit and the arithmetic.
-        text: training text.
-        seconds: time for training and evaluations.
-        measure: function that measures the speed of a configuration on this machine.
-        options: options of the user by dotted name; the choice keeps their values.
+    on from the better of the two, and ends when neither lowers the expected loss. `measure` times a configuration here.
 
     Raises:
         UserError: if time or memory are too small for the smallest model, or the options break a rule.

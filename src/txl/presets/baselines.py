@@ -14,8 +14,7 @@ from txl.presets.published import PTB, WIKITEXT_2, WIKITEXT_103
 from txl.presets.recipe import Preset, changed
 from txl.presets.small import CPU_HOUR, CUTOFFS, OURS, PTB_SMALL, WIKITEXT_2_SMALL
 
-# Standard deviation of the initial weights: that of awd-lstm-lm, which draws uniformly from -0.1 to 0.1.
-_INIT_STD = 0.0577
+_INIT_STD = 0.0577  # of the initial weights: that of awd-lstm-lm, which draws uniformly from -0.1 to 0.1
 
 # fmt: off
 # 3 layers of 1,150, embeddings of 400; 500 epochs of 681 steps.
@@ -55,9 +54,8 @@ _PTB_QRNN = changed(
     },
     train={"clip": 0.2, "steps": 550 * 681},
 )
-# 4 layers of 2,500, 14 epochs of 12,604 steps with Adam. It has 153.9M parameters, as in awd-lstm-lm. The paper says
-# 151M, the number for a first layer that reads one token instead of two. As in awd-lstm-lm, the learning rate falls to
-# a tenth after 12 epochs.
+# 153.9M parameters, as in awd-lstm-lm; the paper's 151M are those of a first layer that reads one token instead of two.
+# 14 epochs of 12,604 steps with Adam; the learning rate falls to a tenth after 12 epochs.
 _WT103_QRNN = RunConfig(
     name="wt103-qrnn",
     model=RecurrentConfig(
@@ -71,16 +69,8 @@ _WT103_QRNN = RunConfig(
     ),
     eval=EvalConfig(segment=140, mem_len=0),
 )
-# The paper only says that all models of a group in Table 8 have the same parameter budget. The LSTM has three layers
-# like AWD-LSTM and trains like the QRNN.
-_WT103_LSTM = changed(
-    _WT103_QRNN, "wt103-lstm",
-    model={"kind": "lstm", "kernel_sizes": RecurrentConfig().kernel_sizes, "n_layer": 3, "d_hidden": 1760},
-)
-# Baevski and Auli's published training command, 247M parameters: 16 pre-norm layers, sinusoids at the input, embeddings
-# of 1024, 256 and 64 features tied with the softmax's tail clusters, and no LayerNorm at the end. Differences: their
-# attention has biases (0.07M), ours has none; our softmax has 267,737 biases, including those of the two tail clusters,
-# theirs has none. They trained on eight GPUs with 3 x 3,072 tokens each and Nesterov momentum 0.99. They test with a
+# Baevski and Auli's published training command, 247M parameters, on eight GPUs with 3 x 3,072 tokens each. Differences:
+# their attention has biases (0.07M), ours has none; our softmax has 267,737 biases, theirs has none. They test with a
 # context window; its limit, a window that slides by one token, is `txl eval --sliding`.
 _WT103_ADAPTIVE = RunConfig(
     name="wt103-adaptive",
@@ -107,24 +97,28 @@ BASELINES = [
         WIKITEXT_103,
     ),
     Preset(_WT103_QRNN, "WikiText-103, QRNN", _MERITY_2018, "33.0 ppl (151M)", WIKITEXT_103),
-    Preset(_WT103_LSTM, "WikiText-103, LSTM", "Table 8; shape ours, to 151M", "none", WIKITEXT_103),
+    # The models of a group in Table 8 have the same parameter budget; three layers are those of AWD-LSTM.
+    Preset(
+        changed(
+            _WT103_QRNN, "wt103-lstm",
+            model={"kind": "lstm", "kernel_sizes": RecurrentConfig().kernel_sizes, "n_layer": 3, "d_hidden": 1760},
+        ),
+        "WikiText-103, LSTM", "Table 8; shape ours, to 151M", "none", WIKITEXT_103,
+    ),
     Preset(_PTB_AWD_LSTM, "Penn Treebank, AWD-LSTM", _MERITY_2017, "58.8 ppl (24M)", PTB),
     Preset(_PTB_MOS, "Penn Treebank, AWD-LSTM-MoS", "Table 5 (Yang et al. 2017); mos", "55.97 ppl (22M)", PTB),
     Preset(_PTB_QRNN, "Penn Treebank, QRNN", _AWD_CODE, "58.3 ppl", PTB),
     Preset(_WIKITEXT_2_AWD_LSTM, "WikiText-2, AWD-LSTM", _AWD_CODE, "65.6 ppl (33M)", WIKITEXT_2),
 ]
 
+# Regularisation of AWD-LSTM, with lower rates for a smaller model.
 SMALL_AWD: dict[str, float] = {
     "weight_drop": 0.2, "dropout_embed": 0.2, "dropout_out": 0.3, "activation_reg": 1.0, "temporal_reg": 0.5,
 }
-"""Regularisation of AWD-LSTM, with lower rates for a smaller model."""
 
 
 def _recurrent(corpus: str) -> tuple[RunConfig, RunConfig, RunConfig]:
-    """Return an LSTM, an AWD-LSTM and a QRNN with training and dropout of the corpus's small Transformer-XL.
-
-    They have about as many parameters as it has.
-    """
+    """Return an LSTM, an AWD-LSTM and a QRNN with training, dropout and size of the corpus's small Transformer-XL."""
     base = WIKITEXT_2_SMALL if corpus == "wikitext-2" else PTB_SMALL
     shape = RecurrentConfig(
         kind="lstm", n_layer=2, d_model=160, d_hidden=360, kernel_sizes=(2,), cutoffs=CUTOFFS[corpus],

@@ -11,8 +11,8 @@ from __future__ import annotations
 from txl.config import DataConfig, EvalConfig, RunConfig, TrainConfig, TransformerXLConfig, VanillaConfig
 from txl.presets.recipe import TABLE_6, TABLE_7, TABLE_10, Preset, ablation_presets, changed
 
+# Sizes of the vocabularies in tokens.
 TEXT8, ENWIK8, BYTES, PTB, WIKITEXT_2, WIKITEXT_103, LM1B = 27, 204, 256, 10_000, 33_278, 267_735, 793_472
-"""Sizes of the vocabularies in tokens."""
 WT103_CUTOFFS = (20_000, 40_000, 200_000)
 _SCRIPTS = "the authors' PyTorch scripts"
 
@@ -58,11 +58,9 @@ _LM1B_BASE = RunConfig(
     eval=EvalConfig(segment=32, mem_len=128, window=128),
 )
 # The recipe that the authors published later. The attention in their code has fewer parameters than that in the paper's
-# equations (R goes through the layer's key projection, and u = v = W_q R_0), and d_inner is 900. The paper's attention
-# with the same d_inner would give 26.35M parameters, so d_inner is 710 here to keep 24M. They trained without memory,
-# and recomputed 70 tokens of context before each segment; here memory holds these 70 tokens.
-# Training takes 125 epochs of 1,362 steps (lanes of 92,958 tokens, segments of 68.25 on average), then 50 epochs with
-# averaged weights.
+# equations (R goes through the layer's key projection, and u = v = W_q R_0): d_inner is 710 instead of 900 to keep 24M.
+# They recomputed 70 tokens of context before each segment; here memory holds these. Training takes 125 epochs of 1,362
+# steps (lanes of 92,958 tokens, segments of 68.25 on average), then 50 epochs with averaged weights.
 _PTB = RunConfig(
     name="ptb",
     model=TransformerXLConfig(
@@ -134,10 +132,9 @@ WORDS_OF_WIKITEXT_2 = Preset(  # 33M parameters, the usual size for this corpus;
 def _vanilla(corpus: str, table: int, n_layer: int, dropout: float, published: str) -> Preset:
     """Return the Transformer of Al-Rfou et al. (2018), whose results Tables 2 and 3 quote, with auxiliary losses.
 
-    From their Experimental Setup: hidden 512, filter 2048, two heads, segments of 512, dropout only in the attention
-    and after the ReLU, momentum 0.99 at a fixed learning rate of 0.003, 4M steps of 16 sequences. Every layer predicts
-    the next two bytes, with a vocabulary of 256 bytes also for text8; this gives their 44M and 235M parameters. They
-    test with a window that slides by one token: `txl eval --sliding 512`.
+    Everything is as in their Experimental Setup. Every layer predicts the next two bytes, with a vocabulary of 256
+    bytes also for text8; this gives their 44M and 235M parameters. They test with a window that slides by one token:
+    `txl eval --sliding 512`.
 
     Differences: their sequences begin at random places; ours are lanes whose segments begin 197 tokens later in each
     pass, which spreads the beginnings evenly over the 512 places. Our momentum is Nesterov's. They mention neither

@@ -13,14 +13,11 @@ from txl.config import EvalConfig, FieldValues, LossName, RunConfig, model_with
 class Preset:
     """A named configuration with its source and published result."""
 
-    run: RunConfig
-    """The configuration itself, whose name is the preset's; `make` returns copies of it."""
+    run: RunConfig  # the configuration itself, whose name is the preset's; `make` returns copies of it
     description: str
     source: str
-    published: str
-    """Published result on the test split of the corpus, or "none"."""
-    vocab_size: int
-    """Vocabulary size to which the published number of parameters refers."""
+    published: str  # published result on the test split of the corpus, or "none"
+    vocab_size: int  # vocabulary size to which the published number of parameters refers
 
     @property
     def name(self) -> str:
@@ -62,12 +59,9 @@ class Ablation:
     encoding: Literal["relative", "shaw", "learned", "sinusoid"] = "relative"
     recurrence: bool = True
     loss: LossName = "full"
-    best: float | None = None
-    """Published perplexity with the best attention length; None: not published."""
-    attention_length: int | None = None
-    """Published shortest attention length with the best perplexity."""
-    segment: int | None = None
-    """Backpropagation length (Table 10); None: that of the base configuration."""
+    best: float | None = None  # published perplexity with the best attention length; None: not published
+    attention_length: int | None = None  # published shortest attention length with the best perplexity
+    segment: int | None = None  # backpropagation length (Table 10); None: that of the base configuration
 
 
 # WikiText-103, 128M parameters; the first row is the base itself, the model with 151M is a separate preset.
@@ -101,15 +95,7 @@ _ENCODINGS = {
 def ablation_presets(
     rows: Iterable[Ablation], base: RunConfig, corpus: str, source: str, vocab_size: int
 ) -> list[Preset]:
-    """Return a preset for every row of an ablation.
-
-    Args:
-        rows: rows of an ablation.
-        base: configuration of the first row of the same table, with memory.
-        corpus: corpus in words.
-        source: source of all rows.
-        vocab_size: number of tokens in the vocabulary of the corpus.
-    """
+    """Return a preset for every row of an ablation; `base` is the first row of the same table, with memory."""
     presets = []
     for row in rows:
         words = [_ENCODINGS[row.encoding], "recurrence" if row.recurrence else "no recurrence", f"{row.loss} loss"]

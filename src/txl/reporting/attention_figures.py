@@ -66,13 +66,7 @@ def terms_figure(record: JsonObject, title: str = "") -> Plot:
 
 
 def close_figure(record: JsonObject, position: int, head: int) -> Plot:
-    """Return Figure 6: the weights of one head at neighbouring tokens, by distance.
-
-    Args:
-        record: as in the other figures.
-        position: index of the chosen position in the record.
-        head: index of the head among those of the position.
-    """
+    """Return Figure 6: a head's weights at neighbouring tokens, by the indices of position and head in the record."""
     chosen = record["positions"][position]
     shown = chosen["heads"][head]
     name = f"layer {shown['layer']}, head {shown['head']}"

@@ -33,14 +33,9 @@ def read_record(path: Path) -> JsonObject:
 
 
 def write_attention(record: JsonObject, out: Path, name: str) -> list[Path]:
-    """Write figures (each as .svg and .png), page and record of a model's attention, and return their paths.
+    """Write figures (as .svg and .png), page and record of the attention of a run called `name`; return their paths.
 
     The record is written last, so that it never refers to missing figures.
-
-    Args:
-        record: record that `txl.analysis.attention_record.analyse_attention` returned.
-        out: folder to write to; created if missing.
-        name: name of the run, for the page.
     """
     settings = record["settings"]
     about = [plain(short_name(settings["corpus"])), f"{settings['split']} split", counted(settings["queries"], "token")]

@@ -35,15 +35,10 @@ def compressed_bits(sizes: CompressionEvent) -> dict[str, float]:
 def measured_sizes(
     result: Evaluation, n_bytes: int | None, data_dir: str | Path | None, after_training_text: bool
 ) -> JsonObject:
-    """Compress the text that an evaluation read, and return the fields of a `compression` event.
+    """Compress the `n_bytes` of text that an evaluation read, and return the fields of a `compression` event.
 
-    The text is looked up among the prepared corpora by its hash; no corpus is prepared or downloaded.
-
-    Args:
-        result: the evaluation.
-        n_bytes: number of bytes that it read; None: not known.
-        data_dir: directory of the prepared corpora; None: the default (`data_directory`).
-        after_training_text: True to measure lzma also with the text appended to the training text, if available.
+    The text is looked up among the prepared corpora by its hash; no corpus is prepared or downloaded. With
+    `after_training_text`, lzma is also measured with the text appended to the training text, if that is available.
 
     Raises:
         UserError: if the text is not there, or has another size.
@@ -71,13 +66,9 @@ def measured_sizes(
 
 
 def compress(blocks: Iterable[bytes], limit: int | None = None) -> dict[str, int]:
-    """Return the sizes in bytes of a text and of its compressed forms: text, zlib, bz2, lzma.
+    """Return the sizes in bytes of a text, or of its first `limit` bytes, and of its compressed forms.
 
     Memory use does not grow with the text beyond lzma's dictionary.
-
-    Args:
-        blocks: text as consecutive blocks of bytes.
-        limit: number of bytes to compress, from the beginning of the text; None: all.
     """
     compressors = {
         "zlib": zlib.compressobj(level=9),

@@ -15,10 +15,9 @@ from matplotlib.ticker import MaxNLocator, NullLocator, PercentFormatter
 from txl.reporting.plots import ACCENT, INK, SECOND, SOFT, Plot
 from txl.reporting.wording import plain
 
-Points = Mapping[str, Sequence[tuple[int, float]]]
-"""Pairs of length and value by model, in ascending order of length."""
+Points = Mapping[str, Sequence[tuple[int, float]]]  # pairs of length and value by model, in ascending order of length
+# exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length.
 Gains = Mapping[str, Mapping[tuple[int, int], float]]
-"""exp f(c,c) - exp f(c,c') by model, for each pair of a short and a long context length."""
 
 # Colour, line style and marker of the first, second ... model; in the paper's tables the first is the paper's own.
 _LINES = (

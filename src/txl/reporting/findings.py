@@ -35,31 +35,19 @@ _OF_TRAINING = _BEGINNINGS | {EventName.TRAIN, EventName.STOP, EventName.END}
 class Findings:
     """The contents of a log that a summary and a report use."""
 
-    stretches: list[StartEvent]
-    """The `start` and `resume` events."""
-    train: list[TrainEvent]
-    """One event per logged step, also if a crash made the run repeat the step; sorted by step."""
+    stretches: list[StartEvent]  # the `start` and `resume` events
+    train: list[TrainEvent]  # one event per logged step, also if a crash made the run repeat the step; sorted by step
     valid: list[ValidEvent]
-    result: Evaluation | None
-    """The evaluation reported as the result of the run, see `_result`."""
-    without_memory: Evaluation | None
-    """The evaluation of the same targets under the same settings with memory 0."""
-    curve: list[Evaluation]
-    """Evaluations of the newest sweep over memory lengths, sorted by memory length; see `_evaluations`."""
-    others: list[Evaluation]
-    """All evaluations except `result`, `without_memory` and `curve`, newest first."""
-    samples: list[SampleEvent]
-    """All samples of the checkpoint that was sampled last."""
-    compression: CompressionEvent | None
-    """Compressed sizes of the bytes that `result` was measured on."""
-    stopped: ReasonEvent | None
-    """The `stop` event, if training stopped before its end and has not been resumed since."""
-    ended: bool
-    """True if the last configured step has been trained, or training has ended before it by itself."""
-    converged: bool
-    """True if training ended because the validation loss no longer improved (`train.patience`)."""
-    diverged: str | None
-    """Reason why the trained model is unusable; None if it is usable."""
+    result: Evaluation | None  # the evaluation reported as the result of the run, see `_result`
+    without_memory: Evaluation | None  # the evaluation of the same targets under the same settings with memory 0
+    curve: list[Evaluation]  # the newest sweep over memory lengths, sorted by memory length; see `_evaluations`
+    others: list[Evaluation]  # all evaluations except `result`, `without_memory` and `curve`, newest first
+    samples: list[SampleEvent]  # all samples of the checkpoint that was sampled last
+    compression: CompressionEvent | None  # compressed sizes of the bytes that `result` was measured on
+    stopped: ReasonEvent | None  # the `stop` event, if training stopped before its end and has not been resumed since
+    ended: bool  # true if the last configured step has been trained, or training has ended before it by itself
+    converged: bool  # true if training ended because the validation loss no longer improved (`train.patience`)
+    diverged: str | None  # reason why the trained model is unusable; None if it is usable
 
     @property
     def start(self) -> StartEvent:
@@ -85,9 +73,7 @@ class Findings:
 def findings(events: Sequence[JsonObject], checkpoint: str | None = None) -> Findings | None:
     """Return the contents of a log that reports use; None for a log without a `start` or `resume` event.
 
-    Args:
-        events: events of a run's log.
-        checkpoint: name of the checkpoint that commands read by default, which the result prefers; None: no preference.
+    The result is preferably of the given `checkpoint`, that which commands read by default.
     """
     stretches = [event for event in select(events, StartEvent) if "train" in event["corpus"]["splits"]]
     if not stretches:

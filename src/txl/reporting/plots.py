@@ -80,15 +80,11 @@ Draw = Callable[[Figure], None]
 class Plot:
     """A figure for a page or for a file of its own."""
 
-    name: str
-    """Name that is unique in the page."""
+    name: str  # name that is unique in the page
     title: str
-    description: str
-    """The figure's content in words."""
-    height: float
-    """Height in inches; the width is `WIDTH`."""
-    draw: Draw
-    """Function that draws the content on an empty figure."""
+    description: str  # the figure's content in words
+    height: float  # height in inches; the width is `WIDTH`
+    draw: Draw  # function that draws the content on an empty figure
 
     def embedded(self) -> str:
         """Return the figure as an `<svg>` element for a page."""
@@ -105,14 +101,10 @@ class Plot:
 def save_figure(draw: Draw, path: Path, size: tuple[float, float], description: str | None = None) -> None:
     """Write a figure as an image; the suffix of `path`, .svg or .png, selects the format.
 
-    Args:
-        draw: function that draws the content on an empty figure.
-        path: path of the image. An error leaves an old image unchanged.
-        size: width and height in inches.
-        description: description for the metadata of an SVG; None: none.
+    The size is width and height in inches; the description goes into the metadata of an SVG.
 
     Raises:
-        OSError: if the image cannot be written.
+        OSError: if the image cannot be written. An old image is then unchanged.
     """
     if path.suffix == ".png":
         content = _image(draw, "png", size, {"Software": None})
@@ -181,12 +173,7 @@ def loss_limits(training: Sequence[float], validation: Sequence[float]) -> tuple
 
 
 def schedule_figure(train: Sequence[TrainEvent], clip: float) -> Plot:
-    """Draw learning rate and gradient norm against the step, one above the other.
-
-    Args:
-        train: at least one event.
-        clip: norm above which the gradient is scaled down; 0: no clipping.
-    """
+    """Draw learning rate and gradient norm against the step; a `clip` of 0 means that the gradient is not clipped."""
     steps, rates, norms = (
         _thinned([event[name] for event in train]) for name in ("step", "learning_rate", "grad_norm")
     )
@@ -245,11 +232,7 @@ def draw_memory_curve(
 ) -> None:
     """Draw quality against memory length, with the value beside each point that has room for the text.
 
-    Args:
-        axes: empty axes.
-        rows: evaluations at two memory lengths or more.
-        unit: unit of the corpus.
-        training_memory: memory length of training, marked in the figure; None: no mark.
+    There are evaluations at two memory lengths or more; that of training is marked, if it is given.
     """
     rows = sorted(rows, key=lambda row: row["mem_len"])
     lengths, values = [row["mem_len"] for row in rows], [quality(row["nll"], unit) for row in rows]

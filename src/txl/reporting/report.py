@@ -259,10 +259,7 @@ def default_checkpoint(run: RunDirectory) -> str | None:
 def summary_lines(events: Sequence[JsonObject], report: Path | None = None, checkpoint: str | None = None) -> list[str]:
     """Return a summary: result with and without memory, compressors on the same bytes, size and speed, report path.
 
-    Args:
-        events: events of a run's log.
-        report: path of the report; None: the last line names the command that writes one.
-        checkpoint: as in `findings`.
+    The checkpoint is that of `findings`. Without a report, the last line names the command that writes one.
     """
     facts = findings(events, checkpoint)
     if facts is None or not facts.train:

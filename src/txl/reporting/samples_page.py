@@ -26,10 +26,8 @@ class About:
     corpus: str
     split: str
     unit: str
-    convention: str | None
-    """Name of the tokenisation convention that was undone in the texts; None if none was."""
-    settings: str
-    """Sampling settings, memory length and window, in words."""
+    convention: str | None  # name of the tokenisation convention that was undone in the texts; None if none was
+    settings: str  # sampling settings, memory length and window, in words
     training_tokens: int
 
 
@@ -87,7 +85,7 @@ def write_samples(samples: Sequence[Sample], about: About, plan: Plan, out: Path
             }
             for number, sample in enumerate(samples, start=1)
         ],
-        "sentences": _sentences(about),
+        "sentences": render("measures.md", {"about": about, "token": token}).strip().split("\n"),
     }
     whole = json.dumps(record | {"samples": [sample.to_dict() for sample in samples]}, ensure_ascii=False, indent=1)
     texts = {"json": whole + "\n", "md": render("samples.md", values), "html": render("samples.html", values)}
@@ -138,24 +136,3 @@ def _rows(generations: Sequence[Measures], references: Sequence[Measures], unit:
             counts = [text[measure][kind] for text in both]
             shares.append([f"{kind} {name}", *(f"{n['count']} of {n['of']}" if n["of"] else "none" for n in counts)])
     return shares
-
-
-def _sentences(about: About) -> list[str]:
-    token = token_name(about.unit)
-    words = "words" if about.unit == "word" else "words (what stands between white space)"
-    unknown = " A word that both know only as <unk> counts as the same." if about.unit == "word" else ""
-    return [
-        f"Repeated n-grams: the share of a text’s n-grams of {words} that have occurred before in the same text "
-        "(seq-rep-n of Welleck et al. 2020). The context does not count.",
-        f"Not in the training text: the share of n-grams of {token}s that occur nowhere among the "
-        f"{about.training_tokens:,} {token}s of the training split. The longest copied span, underlined in the texts, "
-        f"is the longest run of {token}s that stands there word for word; the mean is over the runs that begin at each "
-        f"{token}.{unknown} Common phrases are in every text, as the reference shows.",
-        "Headings are lines between `=`, without <unk>; names are two or more words in a row that begin with a "
-        "capital; dates are a month with a day, a year or both; years are whole numbers from 1000 to 2099. “Of the "
-        "context that the text repeats” counts those of the context that the continuation contains, letter by letter "
-        "(a date in any form); “of the text that are in the context” the reverse. Each counts once per text.",
-        "They do not tell whether what is said is true or agrees with the context; a shortened name is not seen, and a "
-        "capital at the beginning of a sentence may be taken for a name’s. All of this differs by chance from text to "
-        "text: draw more (`--count`) before comparing models.",
-    ]

@@ -10,7 +10,7 @@ from txl.data.pieces import WHOLE
 from txl.data.user_text import is_cut
 from txl.files import JsonObject
 from txl.reporting.findings import tokens_read
-from txl.runs.events import AdaptationSettings, Evaluation, EvaluationFigures, SplitRecord
+from txl.runs.events import Evaluation, EvaluationFigures, SplitRecord
 
 
 def plain(text: str) -> str:
@@ -87,10 +87,8 @@ def split_text(split: str) -> str:
 def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: bool = True) -> str:
     """Return in words the split, targets, memory, window and segment of an evaluation, and its unusual settings.
 
-    Args:
-        row: the evaluation.
-        split: counts of the split, used to state which part was read; None: not stated.
-        memory: False to leave out memory and window, which vary in a sweep.
+    Which part was read is stated if counts of the split are given. Memory and window, which vary in a sweep, can be
+    left out.
     """
     read, part = tokens_read(row), ""
     if split is not None and read < split["tokens"]:
@@ -107,14 +105,10 @@ def settings_text(row: Evaluation, split: SplitRecord | None = None, memory: boo
 
 def adaptation_text(dynamic: JsonObject) -> str:
     """Return the settings of a dynamic evaluation in words."""
-    words = [f"learning rate {dynamic['learning_rate']:g}", f"decay {dynamic['decay']:g}"]
-    if AdaptationSettings.__optional_keys__ <= dynamic.keys():
-        size = f"{dynamic['statistics']} of {dynamic['statistics_segments']:,} segments"
-        words += [f"epsilon {dynamic['epsilon']:g}", f"gradient statistics: {size}"]
-        if dynamic["statistics_batch_size"] > 1:
-            words[-1] += f" of {dynamic['statistics_batch_size']} lanes"
-    if dynamic["weights"] != "all":
-        words.append("feed-forward layers alone" if dynamic["weights"] == "feed-forward" else "biases and norms alone")
+    words = []
+    for name, value in dynamic.items():
+        if name != "rule" and value is not None:
+            words.append(f"{name.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}")
     return f"dynamic evaluation by {dynamic['rule']} ({', '.join(words)})"
 
 
@@ -123,10 +117,9 @@ def measured_part(corpus: Corpus, split: str, n_read: int) -> str:
     sizes = {name: record["bytes"] for name, record in corpus.info()["splits"].items()}
     part = f"all of {corpus.name}, {sizes[split]:,} bytes"
     if split != WHOLE:
-        part = f"the {split} split of {corpus.name}"
-        if not is_named(corpus.name) and is_cut(corpus.name):
-            cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
-            part = f"{cuts[split]} of {corpus.name}"
+        cuts = {"train": "the first 90%", "valid": "the 5% behind the first 90%", "test": "the last 5%"}
+        cut = not is_named(corpus.name) and is_cut(corpus.name)
+        part = f"{cuts[split] if cut else f'the {split} split'} of {corpus.name}"
         part += f", {sizes[split]:,} of its {sum(sizes.values()):,} bytes"
     n_token = len(corpus.tokens(split))
     return part if n_read == n_token else f"the first {n_read:,} of {n_token:,} tokens of {part}"
