@@ -92,24 +92,61 @@ class Close:
         self.weights = self.weights[..., unseen:]
 
 
-@dataclass(frozen=True)
 class AttentionAverages:
-    """Attention distributions averaged over the tokens of a stream, by distance."""
+    """Attention distributions averaged over the tokens of a stream, by distance; sums until `finish` is called."""
 
-    layers: tuple[int, ...]  # numbers of the N layers, from 0
-    weights: np.ndarray  # float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1
-    effective_keys: (
-        np.ndarray
-    )  # float64 [N,H]: exp of the mean entropy, the number of keys that a head effectively uses
-    even: np.ndarray  # float64 [L]: `weights` of a hypothetical head that divides its attention evenly among all keys
-    even_keys: float  # `effective_keys` of that head
-    terms: dict[
-        str, np.ndarray
-    ]  # like `weights`, with the softmax of "a", "b" or "d" alone, as far as the model has it
-    queries: int  # number of tokens averaged over
-    min_keys: int  # least number of keys that a token had to see to be averaged over
-    settings: JsonObject  # mem_len, window, clamp_len, segment, batch_size and tokens
-    close: list[Close]
+    def __init__(self, layers: tuple[int, ...], n_head: int, span: int, min_keys: int, terms: str, close: list[Close]):
+        self.layers = layers  # numbers of the N layers, from 0
+        # float64 [N,H,L]: mean weight of the token at each distance; the sum over distances is 1.
+        self.weights = np.zeros((len(layers), n_head, span))
+        # Like `weights`, with the softmax of "a", "b" or "d" alone, as far as the model has it.
+        self.terms = {name: np.zeros_like(self.weights) for name in terms}
+        # float64 [N,H]: exp of the mean entropy, the number of keys that a head effectively uses.
+        self.effective_keys = np.zeros((len(layers), n_head))
+        # float64 [L]: `weights` of a hypothetical head that divides its attention evenly among all keys that it sees;
+        # until the end, the number of tokens that see 1, 2, ... keys. Its `effective_keys`.
+        self.even, self.even_keys = np.zeros(span), 0.0
+        self.queries = 0  # number of tokens averaged over
+        self.min_keys = min_keys  # least number of keys that a token had to see to be averaged over
+        self.close = close
+        self.settings: JsonObject = {}  # mem_len, window, clamp_len, segment, batch_size and tokens
+        self.starts: list[int] = []  # index in the stream of the first token of each lane's current segment
+
+    def observe(self, layer: int, inputs: AttentionInputs) -> None:
+        """Add the attention of one layer on one segment."""
+        if layer not in self.layers:
+            return
+        row, scope = self.layers.index(layer), inputs.scope
+        n_lane, n_query, n_head = inputs.query.shape[:3]
+        keys = torch.arange(scope.memory + 1, scope.memory + n_query + 1)
+        if scope.window is not None:
+            keys = keys.clamp(max=scope.window)
+        first = int((keys < self.min_keys).sum())  # the number of keys never falls within a segment
+        if row == 0:
+            self.even += n_lane * np.bincount(keys[first:].numpy() - 1, minlength=len(self.even))
+        for name, sums in {"all": self.weights, **self.terms}.items():
+            weights = inputs.weights("abcd" if name == "all" else name)
+            if name == "all":
+                entropy = torch.special.entr(weights[:, first:]).sum((1, 2), dtype=torch.float64)
+                self.effective_keys[row] += entropy.view(n_head, n_lane).sum(1).cpu().numpy()
+                for close in self.close:
+                    lane = weights.view(n_head, n_lane, n_query, -1)[:, close.lane]
+                    close.add(row, lane, self.starts[close.lane], scope.memory, keys)
+            by_distance = sums_by_distance(weights, n_head, first)
+            n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
+            sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
+
+    def finish(self) -> None:
+        """Turn the sums into means."""
+        self.queries = int(self.even.sum())
+        share, keys = self.even / self.queries, np.arange(1, len(self.even) + 1)
+        self.even = (share / keys)[::-1].cumsum()[::-1]  # a token that sees n keys gives 1/n to each distance below n
+        self.even_keys = float(np.exp(share @ np.log(keys)))
+        self.effective_keys = np.exp(self.effective_keys / self.queries)
+        for sums in (self.weights, *self.terms.values()):
+            sums /= self.queries
+        for close in self.close:
+            close.trim()
 
     def farthest(self) -> list[tuple[int, int]]:
         """Return the head with the largest mean distance in each third of the layers as (layer, head), both from 0.
@@ -174,77 +211,23 @@ def average_attention(
     n_head = layers[0].n_head
     close = [Close(position, plan.rows, span, lanes, len(chosen), n_head) for position in plan.positions or ()]
     # Term (c) does not depend on the distance: the paper's Figure 7 leaves it out.
-    sums = _Sums(chosen, n_head, span, needed, terms.replace("c", ""), close)
-    sums.starts = [first - 1 for first in lanes.first]
-    with evaluation_mode(model, settings.dtype) as view, observed(view, sums.observe):
+    averages = AttentionAverages(chosen, n_head, span, needed, terms.replace("c", ""), close)
+    averages.starts = [first - 1 for first in lanes.first]
+    with evaluation_mode(model, settings.dtype) as view, observed(view, averages.observe):
 
         def step(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
             _, after = view.hidden_states(inputs, state)
-            sums.starts = [start + inputs.shape[1] for start in sums.starts]
+            averages.starts = [start + inputs.shape[1] for start in averages.starts]
             return torch.zeros(inputs.shape, device=inputs.device), after  # attention needs no losses
 
         read_lanes(view, tokens, settings, step, progress=progress)
-    if not sums.queries.any():
-        raise UserError(
-            f"no token of a lane's {longest} sees {needed} keys, because of where segments begin", remedy=less
-        )
-    read = {"segment": settings.segment, "batch_size": settings.batch_size, "tokens": n_token}
-    return sums.result({**asdict(lengths), **read})
-
-
-class _Sums:
-    """Sums of attention over tokens, for every chosen layer."""
-
-    def __init__(self, layers: tuple[int, ...], n_head: int, span: int, min_keys: int, terms: str, close: list[Close]):
-        self.rows = {layer: row for row, layer in enumerate(layers)}
-        self.by_name = {name: np.zeros((len(layers), n_head, span)) for name in ("all", *terms)}
-        self.entropy = np.zeros((len(layers), n_head))
-        self.queries = np.zeros(span + 1, dtype=np.int64)  # counted tokens, by the number of keys that a token sees
-        self.min_keys, self.close = min_keys, close
-        self.starts: list[int] = []  # index in the stream of the first token of each lane's current segment
-
-    def observe(self, layer: int, inputs: AttentionInputs) -> None:
-        """Add the attention of one layer on one segment."""
-        if layer not in self.rows:
-            return
-        row, scope = self.rows[layer], inputs.scope
-        n_lane, n_query, n_head = inputs.query.shape[:3]
-        keys = torch.arange(scope.memory + 1, scope.memory + n_query + 1)
-        if scope.window is not None:
-            keys = keys.clamp(max=scope.window)
-        first = int((keys < self.min_keys).sum())  # the number of keys never falls within a segment
-        if row == 0:
-            self.queries += n_lane * np.bincount(keys[first:].numpy(), minlength=len(self.queries))
-        for name, sums in self.by_name.items():
-            weights = inputs.weights("abcd" if name == "all" else name)
-            if name == "all":
-                entropy = torch.special.entr(weights[:, first:]).sum((1, 2), dtype=torch.float64)
-                self.entropy[row] += entropy.view(n_head, n_lane).sum(1).cpu().numpy()
-                for close in self.close:
-                    lane = weights.view(n_head, n_lane, n_query, -1)[:, close.lane]
-                    close.add(row, lane, self.starts[close.lane], scope.memory, keys)
-            by_distance = sums_by_distance(weights, n_head, first)
-            n_distance = min(by_distance.shape[1], sums.shape[2])  # beyond the window all weights are 0
-            sums[row, :, :n_distance] += by_distance[:, :n_distance].cpu().numpy()
-
-    def result(self, settings: JsonObject) -> AttentionAverages:
-        """Return the means."""
-        queries, keys = int(self.queries.sum()), np.arange(1, len(self.queries))
-        share = self.queries[1:] / queries
-        for close in self.close:
-            close.trim()
-        return AttentionAverages(
-            layers=tuple(self.rows),
-            weights=self.by_name["all"] / queries,
-            effective_keys=np.exp(self.entropy / queries),
-            even=(share / keys)[::-1].cumsum()[::-1],  # a token that sees n keys gives 1/n to each distance below n
-            even_keys=float(np.exp(share @ np.log(keys))),
-            terms={name: sums / queries for name, sums in self.by_name.items() if name != "all"},
-            queries=queries,
-            min_keys=self.min_keys,
-            settings=settings,
-            close=self.close,
-        )
+    if not averages.even.any():
+        problem = f"no token of a lane's {longest} sees {needed} keys, because of where segments begin"
+        raise UserError(problem, remedy=less)
+    averages.finish()
+    averages.settings = {**asdict(lengths), "segment": settings.segment, "batch_size": settings.batch_size}
+    averages.settings["tokens"] = n_token
+    return averages
 
 
 def sums_by_distance(weights: Tensor, n_head: int, first: int = 0) -> Tensor:
