@@ -6,13 +6,11 @@ import json
 import math
 import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.test_trainer import stop_after
 from txl.cli import main
 from txl.config import RunConfig, with_options
 from txl.errors import UserError
@@ -22,7 +20,6 @@ from txl.minutes.rule import AIM, FEWEST_STEPS, StepTimes, TextFacts, TokenizedT
 from txl.minutes.timing import training_workload
 from txl.presets import preset
 from txl.runs.directory import RunDirectory
-from txl.training import loop as loop_module
 from txl.training.loop import TrainingLoop
 
 
@@ -323,30 +320,3 @@ def test_a_text_that_is_too_small_is_refused(train: Train, tmp_path: Path):
     assert train("--minutes", "5", "--data.corpus", str(tmp_path / "small.txt")) == 2
     assert "990 bytes to train on" in train.said
     assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == []
-
-
-@pytest.mark.parametrize(("planned", "lines"), [("0.0001", 1), ("100", 0)])
-def test_a_run_that_takes_longer_than_planned_says_so_once(train: Train, planned: str, lines: int):
-    few = ["--train.steps", "30", "--train.log-every", "3", "--train.warmup-steps", "1", "--train.eval-every", "0"]
-    assert train("stdlib-tiny", *few, "--train.planned-minutes", planned) == 0
-    assert train.said.count("slower than when the run was planned") == lines
-
-
-def test_the_pace_after_resuming_is_that_of_several_steps(train: Train, monkeypatch: pytest.MonkeyPatch):
-    few = ["--train.steps", "60", "--train.log-every", "1", "--train.warmup-steps", "1", "--train.eval-every", "0"]
-    words = ["stdlib-tiny", *few, "--train.planned-minutes", "0.5"]
-    with monkeypatch.context() as patch:
-        stop_after(patch, 30)
-        assert train(*words) == 130
-    real, steps = loop_module.training_step, []
-
-    def slow_at_first(*given):
-        steps.append(1)
-        if len(steps) == 1:
-            time.sleep(1.5)  # as if the first step of a process compiled something
-        return real(*given)
-
-    monkeypatch.setattr(loop_module, "training_step", slow_at_first)
-    assert train(*words) == 0
-    assert len(steps) == 30
-    assert "slower than" not in train.said

@@ -250,7 +250,7 @@ def test_the_model_is_left_as_it_was():
     ("options", "message"),
     [
         ({"layers": [2]}, "layers is 3; expected some of this model's layers 1 to 2"),
-        ({"layers": []}, "layers is 'none'; expected some"),
+        ({"layers": []}, "layers is none; expected some"),
         ({"mem_len": 60, "window": 60}, "min_keys is 60; expected 1 to 46"),
         ({"positions": [46]}, "position 46 was not read"),
         ({"positions": [3], "rows": 9, "batch_size": 2}, None),
