@@ -69,8 +69,10 @@ def open_file(path: Path) -> IO[bytes]:
         UserError: if the file cannot be opened. Reading raises it too: if the file cannot be read, or if compressed
             data are incomplete or damaged. A log message says so if they have no checksum, which shows damage.
     """
-    with _reading(path):
+    try:
         file = io.BufferedReader(_File(path), BLOCK)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
     compression = _COMPRESSIONS.get(".gz" if path.suffix == ".tgz" else path.suffix)
     return file if compression is None else cast(IO[bytes], io.BufferedReader(_Content(path, file, compression), BLOCK))
 
