@@ -108,7 +108,6 @@ def operations() -> dict[str, float]:
 
 
 def measure() -> dict[str, Any]:
-    """Time everything, and print one line each."""
     rows = []
     for what, ratios in (
         ("training step", {name: training(name, options) for name, options in TRAINING.items()}),

@@ -61,7 +61,6 @@ def timed(words: Sequence[str], out: Path | None) -> dict[str, float | None]:
 
 
 def measure(text: Path, pack: Sequence[str], unpack: Sequence[str], folder: Path) -> dict[str, Any]:
-    """Compress and decompress by two commands with IN, FILE and OUT for the paths; keep the first one's output."""
     file, back = folder / "text.packed", folder / "back"  # 7z adds a suffix to a name without one
     for each in (file, back):
         each.unlink(missing_ok=True)
@@ -88,26 +87,9 @@ def model_of(run: str) -> dict[str, Any]:
 
     directory = RunDirectory(run)
     config, checkpoint = directory.config(), directory.checkpoint()
-    return {
-        "model": {
-            "configuration": config.name,
-            "corpus": config.data.corpus,
-            "unit": config.data.unit,
-            "checkpoint": checkpoint.name,
-            "seed": config.train.seed,
-            "dtype_of_training": config.train.dtype,
-        },
-        "weights_bytes": (checkpoint / "model.safetensors").stat().st_size,
-    }
-
-
-def settings_of(file: Path) -> dict[str, Any]:
-    """Return the settings in a compressed file's header."""
-    from txl.compression.container import ContainerReader
-
-    with open(file, "rb") as opened:
-        header = ContainerReader(opened, file.name).header()
-    return {name: header[name] for name in ("lanes", "block", "lengths", "dynamic", "online") if name in header}
+    about = {"configuration": config.name, "corpus": config.data.corpus, "unit": config.data.unit}
+    about |= {"checkpoint": checkpoint.name, "seed": config.train.seed, "dtype_of_training": config.train.dtype}
+    return {"model": about, "weights_bytes": (checkpoint / "model.safetensors").stat().st_size}
 
 
 def evaluated(text: Path, run: str, settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -130,15 +112,8 @@ def evaluated(text: Path, run: str, settings: Mapping[str, Any], folder: Path) -
     words += ["--batch", str(settings["lanes"]), "--data-dir", str(folder / "data")]
     words += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     told = json.loads(subprocess.run(words, stdout=subprocess.PIPE, check=True).stdout)
-    return {
-        "nll": told["nll"],
-        "tokens": told["tokens"],
-        "dropped": told["dropped"],
-        "segment": told["segment"],
-        "bytes": round(told["nll"] * told["tokens"] / math.log(2) / 8, 1),
-        "bits_per_byte": told["bits_per_byte"],
-        "bytes_per_token": told["bytes_per_token"],
-    }
+    kept = ("nll", "tokens", "dropped", "segment", "bits_per_byte", "bytes_per_token")
+    return {name: told[name] for name in kept} | {"bytes": round(told["nll"] * told["tokens"] / math.log(2) / 8, 1)}
 
 
 def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, Any]]:
@@ -149,6 +124,8 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
             for name, (pack, unpack) in PEERS.items()
             if shutil.which(pack.split()[0])
         ]
+    from txl.compression.container import ContainerReader
+
     options = shlex.split(way)
     program = [sys.executable, "-m", "txl"]
     model = options[options.index("--model") :][:2] if "--model" in options else []
@@ -163,7 +140,10 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
     if model:
         row |= model_of(model[1])
         row["compressed_bytes_and_weights"] = row["compressed_bytes"] + row["weights_bytes"]
-        row["settings"] = settings_of(folder / "text.packed")
+        with open(folder / "text.packed", "rb") as file:
+            header = ContainerReader(file, file.name).header()
+        names = ("lanes", "block", "lengths", "dynamic", "online")
+        row["settings"] = {name: header[name] for name in names if name in header}
         row["eval"] = evaluated(text, model[1], row["settings"], folder)
         code = "from txl_lab.speed.operations import read_bandwidth; print(read_bandwidth())"
         bandwidth = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)  # our peak stays
@@ -174,7 +154,6 @@ def rows_of(text: Path, shown: str, way: str, folder: Path) -> list[dict[str, An
 
 
 def main(target: Path, text: str, ways: Sequence[str]) -> None:
-    """Measure every way, and add its rows to the record."""
     path, _, count = text.partition(":")
     data = Path(path).read_bytes()[: int(count) if count else None]
     shown = Path(path).name + (f", first {int(count):,} bytes" if count else "")

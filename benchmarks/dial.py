@@ -45,29 +45,31 @@ from txl_lab.records import write
 
 MB, KB = 1_000_000, 1_000
 RATE, LANES_HERE = 4e-3, 16  # learning rate and number of lanes of the recipe
+EXPONENTS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6)  # values of BETA that `exponent` compares
+ROUNDS = 5  # measurements of each configuration's step; the median counts
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Point:
-    """Settings of one run."""
+    """Settings of one run: the first `size` bytes of a text, and a shape of layers x width (heads have width 32)."""
 
     text: str
-    size: int  # number of bytes from the beginning of the text
-    shape: str  # layers x width; heads have width 32, and the feed-forward layer is three times as wide as the model.
+    size: int
+    shape: str
     steps: int
-    vocab_size: int = 2048  # number of byte pairs; 256: the unit is the byte.
+    vocab_size: int = 2048  # number of byte pairs; 256: the unit is the byte
     dropout: float = 0.0
     rate: float = RATE
     batch_size: int = LANES_HERE
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         return "-".join(f"{value:g}" if isinstance(value, float) else str(value) for value in asdict(self).values())
 
 
 def points() -> list[Point]:
-    """Return all runs, the most informative ones first."""
+    """Return all runs of `curves`, the most informative ones first."""
     wiki, stdlib, quixote = ("wikitext-2", 10 * MB), ("stdlib", 10 * MB), ("quixote", 2 * MB)
     shakespeare = ("shakespeare", 200 * KB)
     return [
@@ -101,87 +103,71 @@ def points() -> list[Point]:
 
 def dropout_points() -> list[Point]:
     """Return the runs that compare shapes and dropout rates on texts of a megabyte, and of 200 kB."""
-    many: list[tuple[str, int, int, str, dict[int, tuple[float, ...]]]] = [
-        ("shakespeare", 1_115_394, 2048, "4x128", {1661: (0.0, 0.1, 0.2), 4440: (0.1, 0.2)}),
-        ("shakespeare", 1_115_394, 2048, "6x192", {1800: (0.1, 0.2, 0.3)}),
-        ("quixote", 1_115_394, 2048, "4x128", {1661: (0.1,)}),
-        ("quixote", 1_115_394, 2048, "6x192", {1800: (0.2,)}),
-        ("shakespeare", 200 * KB, 1024, "3x96", {2036: (0.2,)}),
-        ("shakespeare", 200 * KB, 1024, "4x128", {2036: (0.2,)}),
+    novel = 1_115_394
+    many: list[tuple[str, int, int, str, int, tuple[float, ...]]] = [
+        ("shakespeare", novel, 2048, "4x128", 1661, (0.0, 0.1, 0.2)),
+        ("shakespeare", novel, 2048, "4x128", 4440, (0.1, 0.2)),
+        ("shakespeare", novel, 2048, "6x192", 1800, (0.1, 0.2, 0.3)),
+        ("quixote", novel, 2048, "4x128", 1661, (0.1,)),
+        ("quixote", novel, 2048, "6x192", 1800, (0.2,)),
+        ("shakespeare", 200 * KB, 1024, "3x96", 2036, (0.2,)),
+        ("shakespeare", 200 * KB, 1024, "4x128", 2036, (0.2,)),
     ]
     return [
         Point(text, size, shape, steps, vocab_size, dropout, rule.rate_of(steps))
-        for text, size, vocab_size, shape, runs in many
-        for steps, rates in runs.items()
+        for text, size, vocab_size, shape, steps, rates in many
         for dropout in rates
     ]
 
 
-def text_of(point: Point, texts: Path, work: Path) -> Path:
-    """Return the path of a file with the first bytes of a text; a missing file is written."""
+def configured(point: Point, texts: Path, work: Path) -> RunConfig:
     path = work / "texts" / f"{point.text}-{point.size}.txt"
     if not path.exists():
-        if point.text == "stdlib":
-            raw = b"".join(each.read_bytes() for each in stdlib_files())
-        else:
-            raw = (texts / f"{point.text}.txt").read_bytes()
+        files = stdlib_files() if point.text == "stdlib" else [texts / f"{point.text}.txt"]
+        raw = b"".join(file.read_bytes() for file in files)
         if len(raw) < point.size:
             raise SystemExit(f"{point.text} has {len(raw):,} bytes; expected {point.size:,} or more")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(raw[: point.size].decode("utf-8", "ignore").encode())
-    return path
-
-
-def configured(point: Point, text: Path) -> RunConfig:
-    """Return the configuration of a run, which is evaluated after each quarter of its steps and at its end."""
     run = txl.preset("stdlib-bpe")
     layers, width = map(int, point.shape.split("x"))
-    run.model = replace(
-        run.model, n_layer=layers, d_model=width, n_head=width // 32, d_inner=3 * width, dropout=point.dropout
-    )
-    options = {
-        "data.corpus": str(text),
-        "data.unit": "byte" if point.vocab_size == 256 else "bpe",
-        "data.vocab-size": str(point.vocab_size),
-        "train.steps": str(point.steps),
-        "train.batch-size": str(point.batch_size),
-        "train.learning-rate": str(point.rate),
-        "train.warmup-steps": str(max(10, round(0.05 * point.steps))),
-        "train.eval-every": str(max(1, point.steps // 4)),
-        "train.eval-tokens": "50000",
-        "train.checkpoint-every": str(max(1, point.steps // 4)),
-        "train.dtype": "bfloat16" if multiplies_bfloat16("cpu") else "float32",
-        "eval.batch-size": "4",
-    }
-    return with_options(run, {name.replace("-", "_"): value for name, value in options.items()})
+    shape = {"n_layer": layers, "d_model": width, "n_head": width // 32, "d_inner": 3 * width}
+    run.model = replace(run.model, **shape, dropout=point.dropout)
+    quarter = max(1, point.steps // 4)
+    run.data = replace(run.data, corpus=str(path), unit="byte" if point.vocab_size == 256 else "bpe")
+    run.data.vocab_size = point.vocab_size
+    run.train = replace(run.train, steps=point.steps, batch_size=point.batch_size, learning_rate=point.rate)
+    run.train = replace(run.train, eval_every=quarter, checkpoint_every=quarter, eval_tokens=50_000)
+    run.train.warmup_steps = max(10, round(0.05 * point.steps))
+    run.train.dtype = "bfloat16" if multiplies_bfloat16("cpu") else "float32"
+    run.eval.batch_size = 4
+    return run
 
 
-def measured(point: Point, texts: Path, work: Path) -> dict[str, Any]:
+def measured(point: Point, texts: Path, work: Path) -> Row:
     """Train the run of a point, or resume it, and return its evaluations."""
-    out = RunDirectory(work / point.name)
-    run = configured(point, text_of(point, texts, work))
+    out, run = RunDirectory(work / point.name), configured(point, texts, work)
     Trainer(run, out.path, device="cpu", data_dir=work / "data", quiet=True).fit()
     events = out.events()
     began = next(event for event in events if event["event"] == "start")
     kept = ("step", "nll", "bits_per_byte", "tokens")
-    evaluations = {event["step"]: [event[name] for name in kept] for event in events if event["event"] == "valid"}
+    evaluations = {event["step"]: {name: event[name] for name in kept} for event in events if event["event"] == "valid"}
     tokens = began["corpus"]["splits"]["train"]["tokens"]
-    last, best = evaluations[point.steps], min(evaluations.values(), key=lambda each: each[1])
-    epochs = point.steps * run.train.batch_size * run.train.segment / tokens
-    print(f"{point.name}: {last[2]:.4f} bits a byte at the end, {best[2]:.4f} at best, {epochs:.1f} epochs", flush=True)
-    return asdict(point) | {
+    best = min(evaluations.values(), key=lambda found: found["nll"])
+    row = asdict(point) | {
         "parameters": began["total_parameters"],
         "train_tokens": tokens,
-        "epochs": epochs,
-        "bits_per_byte": last[2],
-        "best_bits_per_byte": best[2],
-        "evaluations": [dict(zip(kept, each, strict=True)) for each in evaluations.values()],
+        "epochs": point.steps * run.train.batch_size * run.train.segment / tokens,
+        "bits_per_byte": evaluations[point.steps]["bits_per_byte"],
+        "best_bits_per_byte": best["bits_per_byte"],
     }
+    print(json.dumps(row), flush=True)
+    return row | {"evaluations": list(evaluations.values())}
 
 
-def scored(point: Point, texts: Path, work: Path) -> dict[str, Any]:
+def scored(point: Point, texts: Path, work: Path) -> Row:
     """Train the run of a point, or resume it, and score its best checkpoint with a memory of 256 on both splits."""
-    run = configured(point, text_of(point, texts, work))
+    run = configured(point, texts, work)
     run.train.eval_every = run.train.checkpoint_every = math.ceil(point.steps / 8)
     run.train.eval_tokens, run.eval.batch_size = None, txl.preset("stdlib-bpe").eval.batch_size
     out = RunDirectory(work / point.name)
@@ -198,7 +184,7 @@ def scored(point: Point, texts: Path, work: Path) -> dict[str, Any]:
     return row
 
 
-def fit(curves: list[dict[str, Any]], beta: float = rule.BETA) -> dict[str, float]:
+def fit(curves: list[Row], beta: float = rule.BETA) -> dict[str, float]:
     """Fit A, ALPHA, B and PASSES of `txl.minutes.rule` to the runs, in nats per token, with a given BETA.
 
     The runs without repeated text, at the recipe's rate and batch, are fitted by E + A / N**ALPHA + B / D**BETA. Each
@@ -208,12 +194,12 @@ def fit(curves: list[dict[str, Any]], beta: float = rule.BETA) -> dict[str, floa
     usual = [row for row in curves if (row["rate"], row["batch_size"]) == (RATE, LANES_HERE)]
     plain = [row for row in usual if row["size"] == 10 * MB]
     texts = sorted({row["text"] for row in plain})
-    nats = torch.tensor([last(row) for row in plain]).double()
+    nats = torch.tensor([row["evaluations"][-1]["nll"] for row in plain]).double()
     sizes = torch.tensor([layer_weights(row["shape"]) for row in plain]).double()
-    tokens = torch.tensor([tokens_of(row) for row in plain]).double()
+    tokens = torch.tensor([row["steps"] * row["batch_size"] * 128 for row in plain]).double()
     own = torch.stack([torch.tensor([float(row["text"] == text) for row in plain]) for text in texts], 1).double()
     found: dict[str, float] = {"error": math.inf}
-    for alpha in (each / 100 for each in range(5, 100)):
+    for alpha in (hundredths / 100 for hundredths in range(5, 100)):
         terms = torch.cat([own, sizes[:, None] ** -alpha, tokens[:, None] ** -beta], 1)
         solution = torch.linalg.lstsq(terms, nats[:, None], driver="gelsd").solution
         error = (terms @ solution - nats[:, None]).square().mean().sqrt().item()
@@ -224,20 +210,18 @@ def fit(curves: list[dict[str, Any]], beta: float = rule.BETA) -> dict[str, floa
     small = [row for row in usual if (row["text"], row["shape"], row["vocab_size"]) == ("shakespeare", "4x128", 512)]
     by_steps: dict[int, float] = {}
     for row in small:
-        by_steps[row["steps"]] = min(best(row), by_steps.get(row["steps"], math.inf))
+        best = min(evaluation["nll"] for evaluation in row["evaluations"])
+        by_steps[row["steps"]] = min(best, by_steps.get(row["steps"], math.inf))
     first, *later = sorted(by_steps)
 
     def misses(passes: float) -> float:
         own = small[0]["train_tokens"]
-        worth = {each: rule.counted_tokens(each * LANES_HERE * 128, own, passes) for each in by_steps}
-        expected = {each: found["B"] * worth[each] ** -beta for each in by_steps}
-        return sum((by_steps[first] - by_steps[each] - expected[first] + expected[each]) ** 2 for each in later)
+        worth = {steps: rule.counted_tokens(steps * LANES_HERE * 128, own, passes) for steps in by_steps}
+        expected = {steps: found["B"] * worth[steps] ** -beta for steps in by_steps}
+        return sum((by_steps[first] - by_steps[steps] - expected[first] + expected[steps]) ** 2 for steps in later)
 
-    found["PASSES"] = min((each / 2 for each in range(2, 200)), key=misses)
+    found["PASSES"] = min((halves / 2 for halves in range(2, 200)), key=misses)
     return found
-
-
-EXPONENTS = (0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6)  # values of BETA that `exponent` compares
 
 
 def costs(given: argparse.Namespace) -> list[str]:
@@ -256,15 +240,13 @@ def costs(given: argparse.Namespace) -> list[str]:
                 raise SystemExit(f"{path} has a check on {name}; give its text in --texts")
             run = with_options(txl.preset("stdlib-bpe"), {"data.corpus": str(Path(texts[name]).absolute())})
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data", quiet=True)
-            own, rows = len(corpus.tokens("train")), found["runs"]
-            middle = "stdlib-bpe"
+            own, rows, middle = len(corpus.tokens("train")), found["runs"], "stdlib-bpe"
             if rule.with_dropout(run, rows[middle]["steps"] * run.train.tokens_per_step / own).model.dropout:
                 middle += ", dropout 0.1"
             checks.append((f"{path.stem} {name}", own, [rows[key] for key in ("narrow", middle, "6x192")]))
-    lines = []
+    lines = ["checks: " + ", ".join(name for name, *_ in checks)]
     for beta in EXPONENTS:
-        law = fit(curves, beta)
-        beside = []
+        law, beside = fit(curves, beta), []
         for _, own, rows in checks:
             expected = []
             for row in rows:
@@ -275,22 +257,7 @@ def costs(given: argparse.Namespace) -> list[str]:
             beside.append(bits[expected.index(min(expected))] / min(bits) - 1)
         constants = ", ".join(f"{name} {law[name]:.3g}" for name in ("A", "ALPHA", "B", "PASSES"))
         lines.append(f"BETA {beta:g} ({constants}): " + ", ".join(f"{cost:.2%}" for cost in beside))
-    return ["checks: " + ", ".join(name for name, *_ in checks), *lines]
-
-
-def last(row: dict[str, Any]) -> float:
-    """Return the loss at the end of a run, in nats per token."""
-    return row["evaluations"][-1]["nll"]
-
-
-def best(row: dict[str, Any]) -> float:
-    """Return the lowest loss of a run's evaluations, in nats per token."""
-    return min(each["nll"] for each in row["evaluations"])
-
-
-def tokens_of(row: dict[str, Any]) -> int:
-    """Return D, the number of tokens that a run was trained on."""
-    return row["steps"] * row["batch_size"] * 128
+    return lines
 
 
 def layer_weights(shape: str) -> int:
@@ -300,38 +267,29 @@ def layer_weights(shape: str) -> int:
     return model.parameter_count(0)
 
 
-# Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared on a CPU
+def _of_size(layers: int, width: int, **more: str) -> dict[str, str]:
+    sizes = {"n_layer": layers, "d_model": width, "n_head": width // 32, "d_inner": 3 * width}
+    return {f"model.{name}": str(size) for name, size in sizes.items()} | more
+
+
+# Options of the configurations, all with the recipe of stdlib-bpe, with which `--minutes` is compared on a CPU; on a
+# GPU larger models and more lanes cost less.
 HAND_MADE = {
     "stdlib-bpe": {},
     "stdlib-bpe, dropout 0.1": {"model.dropout": "0.1"},
-    "narrow": {"model.n_layer": "3", "model.d_model": "96", "model.n_head": "3", "model.d_inner": "288"},
-    "6x192": {"model.n_layer": "6", "model.d_model": "192", "model.n_head": "6", "model.d_inner": "576"},
-    "6x256, dropout 0.1": {
-        "model.n_layer": "6", "model.d_model": "256", "model.n_head": "8", "model.d_inner": "768",
-        "model.dropout": "0.1",
-    },
+    "narrow": _of_size(3, 96),
+    "6x192": _of_size(6, 192),
+    "6x256, dropout 0.1": _of_size(6, 256) | {"model.dropout": "0.1"},
     "bytes": {"data.unit": "byte"},
     "4096 byte pairs": {"data.vocab_size": "4096"},
     "32 lanes": {"train.batch_size": "32"},
-}  # fmt: skip
-
-
-def _of_size(layers: int, width: int, lanes: int) -> dict[str, str]:
-    return {
-        "model.n_layer": str(layers), "model.d_model": str(width), "model.n_head": str(width // 32),
-        "model.d_inner": str(3 * width), "data.vocab_size": "4096", "train.batch_size": str(lanes),
-    }  # fmt: skip
-
-
-# The same on a GPU, where larger models and more lanes cost less
+}
+_SIZES_ON_GPU = (6, 192, 16), (6, 256, 64), (8, 384, 16), (8, 384, 64), (12, 512, 16), (12, 512, 64), (16, 768, 32)
 HAND_MADE_ON_GPU = {
-    f"{layers}x{width}, {lanes} lanes": _of_size(layers, width, lanes)
-    for layers, width, lanes in (
-        (6, 192, 16), (6, 256, 64), (8, 384, 16), (8, 384, 64), (12, 512, 16), (12, 512, 64), (16, 768, 32),
-        (6, 256, 128),
-    )
-}  # fmt: skip
-ROUNDS = 5  # number of measurements of each configuration's step; the median counts.
+    f"{layers}x{width}, {lanes} lanes": _of_size(layers, width)
+    | {"data.vocab_size": "4096", "train.batch_size": str(lanes)}
+    for layers, width, lanes in (*_SIZES_ON_GPU, (6, 256, 128))
+}
 
 
 def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]], command: str) -> None:
@@ -340,38 +298,36 @@ def compare(given: argparse.Namespace, configurations: dict[str, dict[str, str]]
     The choice and the seconds of a step are measured first, which requires an idle machine. The runs that follow do not
     depend on the machine's load. The record is written after each of them; `chosen_over_best` is there after the last.
     """
-    results: dict[str, dict[str, Any]] = {}
-    planned = {text: plans(given, text, configurations) for text in given.texts}
+    options = "".join(f"-{option}" for option in given.set)  # tells runs with different options apart
+    results: dict[str, Row] = {}
+    planned = {text: plans(given, text, configurations, options) for text in given.texts}
     for text, runs in planned.items():
-        rows: dict[str, dict[str, Any]] = {}
+        rows: dict[str, Row] = {}
         results[Path(text).name] = {"runs": rows}
         for name, run in runs.items():
-            folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}{_named(given.set)}".replace(" ", "-")
+            folder = f"{given.what}-{given.minutes:g}-{Path(text).stem}-{name}{options}".replace(" ", "-")
             out = RunDirectory(given.work / folder)
             Trainer(run, out.path, device=given.device, data_dir=given.work / "data", quiet=True).fit()
             model, _ = txl.load(out.path, device=given.device)
             corpus = open_corpus(run.data.corpus, config=run.data, data_dir=given.work / "data")
             lengths = run.eval.lengths.options()
-            scored = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
-            rows[name] = {"bits_per_byte": scored.bits_per_byte, "steps": run.train.steps, "model": asdict(run.model)}
-            print(f"{text}, {given.minutes:g} minutes, {name}: {scored.bits_per_byte:.4f} bits a byte", flush=True)
+            found = evaluate(model, corpus.tokens("test"), segment=128, batch_size=4, **lengths)
+            rows[name] = {"bits_per_byte": found.bits_per_byte, "steps": run.train.steps, "model": asdict(run.model)}
+            print(f"{text}, {given.minutes:g} minutes, {name}: {found.bits_per_byte:.4f} bits a byte", flush=True)
             if "chosen" in rows and len(rows) == len(runs):
                 best = min(row["bits_per_byte"] for name, row in rows.items() if name != "chosen")
                 results[Path(text).name]["chosen_over_best"] = rows["chosen"]["bits_per_byte"] / best
             write(given.record, command, {"minutes": given.minutes, "texts": results}, given.device)
 
 
-def _named(options: list[str]) -> str:
-    """Return the end of a name that tells runs with different options apart."""
-    return "".join(f"-{option}" for option in options)
-
-
-def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]]) -> dict[str, RunConfig]:
+def plans(
+    given: argparse.Namespace, text: str, configurations: dict[str, dict[str, str]], suffix: str
+) -> dict[str, RunConfig]:
     """Return the configurations for a text, each with the steps that fit into the minutes; they are made once and kept.
 
     For `check`, one of them is the choice of `--minutes`. The steps of all are computed from speeds measured in turns.
     """
-    kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}{_named(given.set)}.json"
+    kept = given.work / f"{given.what}-plans-{given.minutes:g}-{Path(text).stem}{suffix}.json"
     asked = {"text": str(Path(text).absolute()), "device": given.device, "configurations": configurations}
     if kept.exists():
         stored = json.loads(kept.read_text())
@@ -402,39 +358,26 @@ def plans(given: argparse.Namespace, text: str, configurations: dict[str, dict[s
     for name, run in runs.items():
         step = median(speed.step for speed in speeds[name])
         evaluated_token = median(speed.evaluated_token for speed in speeds[name])
-        train, valid = run.train, len(corpora[name].tokens("valid"))
-        train.eval_tokens = min(valid, 30_000)
-        train.steps = int((seconds[name] - 8 * train.eval_tokens * evaluated_token) / step)
-        train.warmup_steps = max(1, round(0.05 * train.steps))
-        train.eval_every = train.checkpoint_every = math.ceil(train.steps / 8)
+        run.train.eval_tokens = min(len(corpora[name].tokens("valid")), 30_000)
+        run.train.steps = int((seconds[name] - 8 * run.train.eval_tokens * evaluated_token) / step)
+        run.train.warmup_steps = max(1, round(0.05 * run.train.steps))
+        run.train.eval_every = run.train.checkpoint_every = math.ceil(run.train.steps / 8)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps({"asked": asked, "runs": {name: run.to_dict() for name, run in runs.items()}}))
     return runs
 
 
 def main() -> None:
-    """Measure the curves, fit the rule to recorded curves, or check the rule."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("curves", "fit", "vocabulary", "check", "exponent", "dropout"))
     parser.add_argument("record", type=Path)
-    parser.add_argument(
-        "--texts", nargs="+", default=[], help="curves: folder of wikitext-2.txt, quixote.txt ...; else: files"
-    )
+    parser.add_argument("--texts", nargs="+", default=[], help="curves: folder of wikitext-2.txt ...; else: files")
     parser.add_argument("--work", type=Path, help="folder of the runs")
-    parser.add_argument(
-        "--minutes", type=float, default=2.0, help="training time of each configuration that is compared"
-    )
+    parser.add_argument("--minutes", type=float, default=2.0, help="training time of each configuration")
     parser.add_argument("--device", default="cpu", help="check, vocabulary: cpu or cuda")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="check: these hand-made configurations, not all eight"
-    )
-    parser.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="check: options of the hand-made configurations, which keep those of their own",
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="check: these hand-made configurations")
+    options = "check: options of the hand-made configurations, which keep those of their own"
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help=options)
     parser.add_argument("--sizes", nargs="+", type=int, default=[1024, 2048, 4096, 8192], help="vocabulary: byte pairs")
     parser.add_argument("--checks", nargs="+", type=Path, default=[], help="exponent: records of checks")
     given = parser.parse_args()
@@ -445,22 +388,19 @@ def main() -> None:
     elif given.what == "exponent":
         print("\n".join(costs(given)))
     elif given.what in ("vocabulary", "check"):
-        command += f" --minutes {given.minutes:g}"
+        command += f" --minutes {given.minutes:g}" + (f" --device {given.device}" if given.device != "cpu" else "")
         configurations = HAND_MADE if given.device == "cpu" else HAND_MADE_ON_GPU
-        if given.device != "cpu":
-            command += f" --device {given.device}"
         if given.only:
             command += f" --only {' '.join(map(repr, given.only))}"
             configurations = {name: configurations[name] for name in given.only}
         if given.set and given.what == "check":
             command += f" --set {' '.join(given.set)}"
-            common = dict(each.split("=", 1) for each in given.set)
+            common = dict(pair.split("=", 1) for pair in given.set)
             configurations = {name: common | own for name, own in configurations.items()}
         if given.what == "vocabulary":
             command += f" --sizes {' '.join(map(str, given.sizes))}"
-            configurations = {
-                f"{size:,} byte pairs": HAND_MADE["narrow"] | {"data.vocab_size": str(size)} for size in given.sizes
-            }
+            narrow = HAND_MADE["narrow"]
+            configurations = {f"{size:,} byte pairs": narrow | {"data.vocab_size": str(size)} for size in given.sizes}
         compare(given, configurations, command)
     else:
         torch.set_num_threads(1)

@@ -49,7 +49,6 @@ def command(*words: object) -> str:
 
 
 def measured(run: Path, old: str, new: str) -> dict[str, Any]:
-    """Return the results on the test splits of both texts, read in the run's vocabulary."""
     results = {}
     for name, text in (("old", old), ("new", new)):
         result = json.loads(command("eval", run, "--corpus", text, "--json"))
@@ -58,7 +57,6 @@ def measured(run: Path, old: str, new: str) -> dict[str, Any]:
 
 
 def main(out: str, old: str, new: str, folder: str, *seeds: str) -> None:
-    """Train, tune and measure with every seed, and write the record."""
     rows = []
     for seed in seeds:
         base = Path(folder) / f"base-{seed}"

@@ -27,7 +27,6 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +63,17 @@ _PATIENCE = 3.0  # multiple of a row's estimated seconds, at least a minute in a
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A measurement to make."""
+    """A measurement to make: a function in `gpu_rows`, its values, and estimated seconds on a GPU."""
 
     item: int
-    function: str  # name of a function in `gpu_rows`
+    function: str
     given: Figures
-    estimate: float  # estimated seconds on a GPU
-
-    @property
-    def name(self) -> str:
-        """Name of the row in messages."""
-        return named(self.function, self.given)
+    estimate: float
 
 
-def named(function: str, given: Figures) -> str:
+def named(row: Figures) -> str:
     """Return the name of a row from its function and its values."""
-    return " ".join([function, *(str(each) for each in given.values())])
+    return " ".join([row["function"], *map(str, row["given"].values())])
 
 
 def rows() -> list[Row]:
@@ -88,7 +82,8 @@ def rows() -> list[Row]:
     def train(seconds: float, preset: str, attention: str, mode: str, **more: Any) -> Row:
         return Row(2, "training", {"preset": preset, "attention": attention, "mode": mode, **more}, seconds)
 
-    found = [
+    compiled = [("enwik8-12L", "compiled"), ("wt103-base", "compiled captured"), ("enwik8-24L", "compiled captured")]
+    return [
         Row(1, "tests", {}, 110),
         train(13, "enwik8-12L", "triton", "captured"),
         train(4, "enwik8-12L", "shifted", "captured"),
@@ -117,25 +112,18 @@ def rows() -> list[Row]:
         train(4, "enwik8-12L", "triton", "captured", dropout=True),
         train(9, "enwik8-12L", "flex", "eager"),
         train(2, "stdlib-bpe", "triton", "eager"),
+        *(
+            train(15, preset, attention, "eager")
+            for preset in ("wt103-base", "enwik8-24L")
+            for attention in ("triton", "shifted")
+        ),
+        *(train(60, preset, "triton", mode) for preset, mode in compiled),
+        train(60, "enwik8-12L", "shifted", "compiled captured"),
     ]
-    others = [
-        train(15, preset, attention, "eager")
-        for preset in ("wt103-base", "enwik8-24L")
-        for attention in ("triton", "shifted")
-    ]
-    compiled = [("enwik8-12L", "compiled"), ("wt103-base", "compiled captured"), ("enwik8-24L", "compiled captured")]
-    others += [train(60, preset, "triton", mode) for preset, mode in compiled]
-    return [*found, *others, train(60, "enwik8-12L", "shifted", "compiled captured")]
 
 
 class Measured:
-    """The rows measured so far, written to disk after each row.
-
-    Args:
-        folder: folder for the record and its page.
-        name: name of the device, for the file names.
-        header: description of the measurement: command, commit, hardware and software.
-    """
+    """The rows measured so far, written to `folder` with its header after each row, as a record and as its page."""
 
     def __init__(self, folder: Path, name: str, header: Figures):
         self.path = folder / f"gpu-{name}.json"
@@ -144,24 +132,20 @@ class Measured:
         self.write()
 
     def add(self, row: Row, outcome: Figures) -> None:
-        """Add a row, print it, and write the record and its page."""
         self.rows.append({"item": row.item, "function": row.function, "given": row.given, **outcome})
-        told = outcome.get("error", "") or summary(outcome.get("figures", {}))
+        figures = outcome.get("figures", {}).items()
+        plain = [f"{name} {_number(value)}" for name, value in figures if isinstance(value, (int, float))]
         seconds = f" in {outcome['seconds']:.1f} s" if "seconds" in outcome else ""
-        print(f"{row.name}: {outcome['status']}{seconds}{': ' if told else ''}{told}", flush=True)
+        print(
+            f"{named(self.rows[-1])}: {outcome['status']}{seconds} {outcome.get('error') or ', '.join(plain)}",
+            flush=True,
+        )
         self.write()
 
     def write(self) -> None:
-        """Write the record and its page."""
         value = {**self.header, "rows": self.rows}
         self.path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
         self.path.with_suffix(".md").write_text(page(value), encoding="utf-8")
-
-
-def summary(figures: Figures) -> str:
-    """Return the figures of a row as one line."""
-    plain = {name: each for name, each in figures.items() if isinstance(each, (int, float))}
-    return ", ".join(f"{name} {_number(each)}" for name, each in plain.items())
 
 
 def _number(value: float) -> str:
@@ -182,7 +166,6 @@ COLUMNS = {
 
 
 def page(record: Figures) -> str:
-    """Return the record as a Markdown page."""
     hardware, software = record["hardware"], record["software"]
     lines = [f"# {hardware.get('gpu', hardware['cpu'])}", ""]
     if record["rehearsed"]:
@@ -194,52 +177,45 @@ def page(record: Figures) -> str:
         "",
     ]
     for item, title in ITEMS.items():
-        of_item = [row for row in record["rows"] if row["item"] == item and row["status"] != LEFT_OUT]
-        left_out = [row for row in record["rows"] if row["item"] == item and row["status"] == LEFT_OUT]
-        missing = [named(row["function"], row["given"]) for row in left_out]
-        if not of_item and not missing:
+        rows = [row for row in record["rows"] if row["item"] == item]
+        of_item = [row for row in rows if row["status"] != LEFT_OUT]
+        if not rows:
             continue
         lines += [f"## {title}", "", *([AIMS[item], ""] if item in AIMS else [])]
         for function in dict.fromkeys(row["function"] for row in of_item):
             lines += [PEERS[function], ""] if function in PEERS else []
             lines += [*_table([row for row in of_item if row["function"] == function], COLUMNS[function]), ""]
-        for row in of_item:
-            lines += _details(row)
-        if missing:
+        for row in of_item:  # what does not fit into a table: errors, failed tests, the longest kernels
+            figures = row.get("figures", {})
+            more = [f"- {named(row)}: {row['error']}"] if "error" in row else []
+            more += [f"- failed: {failure}" for failure in figures.get("failures", [])]
+            if "kernels" in figures:
+                more += [f"Share of the time, {named(row)}:", "", "| kernel | share |", "| --- | --- |"]
+                more += [
+                    f"| `{found['name'].replace('|', '/')}` | {found['share']:.3f} |" for found in figures["kernels"]
+                ]
+            lines += [*more, ""] if more else []
+        if missing := [named(row) for row in rows if row["status"] == LEFT_OUT]:
             lines += [f"Not measured, for want of minutes: {', '.join(missing)}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _table(of_one: list[Figures], columns: list[str]) -> list[str]:
     names = list(dict.fromkeys(name for row in of_one for name in row["given"]))
-    heads = [*names, *(each.replace("_", " ") for each in columns), "status"]
+    heads = [*names, *(column.replace("_", " ") for column in columns), "status"]
     table = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in of_one:
-        figures = row.get("figures", {})
-        told = [str(row["given"].get(name, "")) for name in names]
-        for column in columns:
-            value = figures.get(column)
+        cells = [str(row["given"].get(name, "")) for name in names]
+        for value in map(row.get("figures", {}).get, columns):
             if isinstance(value, dict):
-                told.append(", ".join(f"{name} {count}" for name, count in value.items()))
+                cells.append(", ".join(f"{name} {count}" for name, count in value.items()))
             else:
-                told.append("" if value is None else _number(value))
-        table.append(f"| {' | '.join([*told, row['status']])} |")
+                cells.append("" if value is None else _number(value))
+        table.append(f"| {' | '.join([*cells, row['status']])} |")
     return table
 
 
-def _details(row: Figures) -> list[str]:
-    """Return the lines that do not fit into a table: errors, failed tests, the longest kernels."""
-    name, figures = named(row["function"], row["given"]), row.get("figures", {})
-    lines = [f"- {name}: {row['error']}"] if "error" in row else []
-    lines += [f"- failed: {each}" for each in figures.get("failures", [])]
-    if "kernels" in figures:
-        lines += [f"Share of the time, {name}:", "", "| kernel | share |", "| --- | --- |"]
-        lines += [f"| `{each['name'].replace('|', '/')}` | {each['share']:.3f} |" for each in figures["kernels"]]
-    return [*lines, ""] if lines else []
-
-
 def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured) -> None:
-    """Measure rows in a worker process; if this process fails, measure the remaining rows in a new one."""
     left = list(wanted)
     while left:
         words = [sys.executable, "-m", "benchmarks.gpu", "--worker", bench.device, *["--rehearse"][: bench.rehearsed]]
@@ -248,38 +224,33 @@ def measure(wanted: list[Row], bench: Bench, deadline: float, measured: Measured
             assert worker.stdout is not None
             json.dump({"deadline": deadline, "rows": [dataclasses.asdict(each) for each in left]}, worker.stdin)
             worker.stdin.close()
-            late, limit = False, 0.0
+            late, limit = threading.Event(), 0.0
+
+            def give_up(worker: subprocess.Popen[str] = worker, late: threading.Event = late) -> None:
+                late.set()
+                worker.kill()
+
             while left:
                 limit = max(60.0, _PATIENCE * left[0].estimate)
-
-                def give_up(worker: subprocess.Popen[str] = worker) -> None:
-                    nonlocal late
-                    late = True
-                    worker.kill()
-
                 timer = threading.Timer(limit, give_up)
                 timer.start()
-                outcome = next(_outcomes(worker.stdout), None)
+                for line in worker.stdout:
+                    if line.startswith("ROW "):
+                        break
+                    sys.stderr.write(line)
+                else:
+                    line = ""
                 timer.cancel()
-                if outcome is None:
+                if not line:
                     break
-                measured.add(left.pop(0), outcome)
+                measured.add(left.pop(0), json.loads(line[4:]))
             code = worker.wait()
-        if left and (late or code != _BROKEN):
-            error = f"given up after {limit:.0f} s" if late else f"its process ended with {code}"
+        if left and (late.is_set() or code != _BROKEN):
+            error = f"given up after {limit:.0f} s" if late.is_set() else f"its process ended with {code}"
             measured.add(left.pop(0), {"status": "failed", "error": error})
 
 
 _BROKEN = 3  # exit code of a worker that reported its last row and cannot use the device any more
-
-
-def _outcomes(lines: Any) -> Iterator[Figures]:
-    """Yield the outcomes that a worker prints; all other lines are passed on."""
-    for line in lines:
-        if line.startswith("ROW "):
-            yield json.loads(line[4:])
-        else:
-            sys.stderr.write(line)
 
 
 def work(bench: Bench) -> int:
@@ -294,28 +265,22 @@ def work(bench: Bench) -> int:
             error = f"its estimate of {row.estimate:.0f} s does not fit into the {max(0, left):.0f} s that are left"
             print("ROW " + json.dumps({"status": LEFT_OUT, "error": error}), flush=True)
             continue
-        outcome, broken = _tried(row, bench)
-        print("ROW " + json.dumps(outcome), flush=True)
+        began, broken = time.perf_counter(), False
+        try:
+            outcome: Figures = {"status": "done", "figures": getattr(gpu_rows, row.function)(bench, **row.given)}
+        except UserError as error:
+            outcome = {"status": "refused", "error": str(error)}
+        except Exception as error:  # every kind of error belongs in the record
+            last = traceback.format_exc().strip().splitlines()[-12:]
+            message = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            outcome = {"status": "failed", "error": message, "traceback": last}
+            broken = "CUDA error" in str(error)  # this process cannot use the device any more
+        if bench.device.startswith("cuda") and not broken:
+            torch.cuda.empty_cache()
+        print("ROW " + json.dumps(outcome | {"seconds": time.perf_counter() - began}), flush=True)
         if broken:
             return _BROKEN
     return 0
-
-
-def _tried(row: Row, bench: Bench) -> tuple[Figures, bool]:
-    """Return the outcome of a row, and True if this process cannot use the device any more."""
-    began, broken = time.perf_counter(), False
-    try:
-        outcome: Figures = {"status": "done", "figures": getattr(gpu_rows, row.function)(bench, **row.given)}
-    except UserError as error:
-        outcome = {"status": "refused", "error": str(error)}
-    except Exception as error:  # every kind of error belongs in the record
-        last = traceback.format_exc().strip().splitlines()[-12:]
-        first = next(iter(str(error).splitlines()), "")
-        outcome = {"status": "failed", "error": f"{type(error).__name__}: {first}", "traceback": last}
-        broken = "CUDA error" in str(error)
-    if bench.device.startswith("cuda") and not broken:
-        torch.cuda.empty_cache()
-    return outcome | {"seconds": time.perf_counter() - began}, broken
 
 
 def device_name(device: str) -> str:
@@ -325,7 +290,6 @@ def device_name(device: str) -> str:
 
 
 def main() -> int:
-    """Measure all rows; return 1 if a row failed, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description="Measure what can only be known on a GPU.")
     parser.add_argument("--minutes", type=float, default=9.0, help="no row begins that would end later (default: 9)")
     parser.add_argument("--rehearse", action="store_true", help="the same rows of tiny models on a CPU")

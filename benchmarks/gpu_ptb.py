@@ -76,7 +76,6 @@ def probe(run: RunConfig, folder: Path, device: str, data_dir: Path | None, step
 
 
 def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any]:
-    """Time a step, project the whole recipe, train as much as fits, and score the test split."""
     began, run = time.monotonic(), recipe(given)
     with tempfile.TemporaryDirectory() as passing:
         step, valid = probe(run, Path(passing) / "probe", device, given.data_dir, 10 if given.rehearse else 400)
@@ -112,19 +111,11 @@ def measure(given: argparse.Namespace, device: str, work: Path) -> dict[str, Any
     valids = [each for each in RunDirectory(work / "run").events() if each["event"] == "valid"]
     curve = [{"step": each["step"], "nll": each["nll"]} for each in valids]
     print(f"test perplexity {scored.ppl:.2f}, trained {label}; the paper's {PAPER}")
-    return result | {
-        "trained": label,
-        "steps": plan.train.steps,
-        "seconds": time.monotonic() - began,
-        "test_perplexity": scored.ppl,
-        "paper": PAPER,
-        "validation": curve,
-        "config": plan.to_dict(),
-    }
+    result |= {"trained": label, "steps": plan.train.steps, "seconds": time.monotonic() - began}
+    return result | {"test_perplexity": scored.ppl, "paper": PAPER, "validation": curve, "config": plan.to_dict()}
 
 
 def main() -> int:
-    """Measure, or rehearse; return 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description="Penn Treebank on a GPU, in full or as far as the minutes go.")
     parser.add_argument("--minutes", type=float, default=25.0, help="for everything (default: 25)")
     parser.add_argument("--source", type=Path, help="folder or archive of Penn Treebank (`txl data prepare ptb`)")

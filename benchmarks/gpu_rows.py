@@ -78,17 +78,11 @@ class Bench:
         return run
 
     def attention(self, name: Any, mode: str = "eager") -> Any:
-        """Return the attention to measure; the rehearsal substitutes `shifted` for attentions that need a GPU.
-
-        Raises:
-            UserError: in the rehearsal, for compiled layers that would only repeat another row.
-        """
+        """Return the attention to measure; the rehearsal substitutes `shifted` for attentions that need a GPU."""
         if not self.rehearsed or name not in ("triton", "flex"):
             return name
         if "compiled" in mode:
-            raise UserError(
-                f"not rehearsed: {name} needs a GPU, and shifted's layers are compiled in a row of their own"
-            )
+            raise UserError(f"not rehearsed: {name} needs a GPU, and shifted's layers are compiled in another row")
         return "shifted"
 
     def vocabulary(self, preset: str) -> int:
@@ -97,26 +91,24 @@ class Bench:
 
     def rate(self) -> float:
         """Return the measured dense bfloat16 rate in operations per second."""
-        return matmul_rate(
-            torch.bfloat16, self.device, 128 if self.rehearsed else 8192, 0.05 if self.rehearsed else 0.5
-        )
-
-
-def as_if_recorded(self: Captured) -> Callable[[], None]:
-    """Replace `Captured._record` without a GPU: return a replay that runs the step again, into the same tensors."""
-
-    def replay() -> None:
-        new = self._function(*self.inputs)
-        if not self.outputs:
-            self.outputs = tuple(each.clone() for each in new)
-        for kept, each in zip(self.outputs, new, strict=True):
-            kept.copy_(each)
-
-    return replay
+        return matmul_rate(torch.bfloat16, self.device, *((128, 0.05) if self.rehearsed else (8192, 0.5)))
 
 
 def imitate_recording() -> None:
-    """Replace, in this process, what a CPU refuses of recorded steps, and what is only worthwhile on a GPU."""
+    """Replace, in this process, what a CPU refuses of recorded steps, and what is only worthwhile on a GPU.
+
+    A replay runs the step again, into the same tensors.
+    """
+
+    def as_if_recorded(self: Captured) -> Callable[[], None]:
+        def replay() -> None:
+            new = self._function(*self.inputs)
+            self.outputs = self.outputs or tuple(part.clone() for part in new)
+            for kept, part in zip(self.outputs, new, strict=True):
+                kept.copy_(part)
+
+        return replay
+
     Captured._record = as_if_recorded  # pyright: ignore[reportAttributeAccessIssue]
     compilation.check_capture = lambda run, device: None
     loop.reads_later = lambda setup, state: True
@@ -135,17 +127,15 @@ def seconds_each(step: Callable[[], Any], steps: int, device: str) -> float:
 def tests(bench: Bench) -> Figures:
     """Run the tests marked `gpu`, which compare every backend and every path with the oracle."""
     root = Path(__file__).parent.parent
-    marked = [each for each in (root / "tests").rglob("test_*.py") if "mark.gpu" in each.read_text(encoding="utf-8")]
-    files = [str(each.relative_to(root)) for each in sorted(marked)]
+    files = [path for path in (root / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")]
     paths = [str(root / "src"), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     # Most of the time goes into compiling kernels, so several processes share the GPU.
-    processes = ["-n", str(max(1, min(10, (os.cpu_count() or 1) // 2)))] if not bench.rehearsed else []
+    processes = [] if bench.rehearsed else ["-n", str(max(1, min(10, (os.cpu_count() or 1) // 2)))]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", "--show-capture=no"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *processes, *options, *files],
+        [sys.executable, "-m", "pytest", *processes, *options, *sorted(map(str, files))],
         cwd=root,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         check=False,
@@ -238,15 +228,13 @@ def training(
 
 
 def authors_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
-    """Compute `reference_attention` as Appendix B of the paper describes it, in plain PyTorch: all scores, shifted.
-
-    Row i is shifted to the left by T-1-i: a column is padded, and the matrix is read with its two sizes swapped.
-    """
+    """Compute `reference_attention` as Appendix B of the paper describes it, in plain PyTorch: all scores, shifted."""
     query, key, value, position, u, v = operands
     n_query, n_key = query.shape[1], key.shape[1]
     content = torch.einsum("bihd,bjhd->bhij", query + u, key)
     by_distance = torch.einsum("bihd,jhd->bhij", query + v, position)
     lanes, heads = by_distance.shape[:2]
+    # Row i is shifted to the left by T-1-i: a column is padded, and the matrix is read with its two sizes swapped.
     shifted = F.pad(by_distance, (1, 0)).view(lanes, heads, n_key + 1, n_query)[:, :, 1:].reshape_as(by_distance)
     scores = (content + shifted) / query.shape[-1] ** 0.5
     scores = scores.masked_fill(~scope.mask(n_query, query.device), float("-inf"))
@@ -334,9 +322,7 @@ def decoding(bench: Bench, streams: int) -> Figures:
     bound = (once + (streams - 1) * of_a_stream) / bandwidth
     with profile(activities=_activities(device)) as profiler:
         engine.step()
-    launches = {
-        event.key: event.count for event in profiler.key_averages() if re.search("Launch|Memcpy|Synchronize", event.key)
-    }
+    events = [event for event in profiler.key_averages() if re.search("Launch|Memcpy|Synchronize", event.key)]
     return {
         "streams": streams,
         "memory": memory,
@@ -344,12 +330,11 @@ def decoding(bench: Bench, streams: int) -> Figures:
         "tokens_per_second": streams / seconds,
         "bandwidth": bandwidth,
         "fraction_of_bandwidth": bound / seconds,
-        "launches": launches,
+        "launches": {event.key: event.count for event in events},
     }
 
 
 def table9(bench: Bench, length: int) -> Figures:
-    """Measure one row of Table 9 in bfloat16."""
     run = bench.run("enwik8-12L")
     given = (32, 8, 1) if bench.rehearsed else (length, 128, 5)
     vocab_size = bench.vocabulary("enwik8-12L")
@@ -391,9 +376,8 @@ def in_minutes(bench: Bench, minutes: float) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         text, data, out = (Path(folder) / name for name in ("text.txt", "data", "run"))
         size = 60_000 if bench.rehearsed else 5_000_000
-        text.write_bytes(
-            b"".join(each.read_bytes() for each in stdlib_files())[:size].decode("utf-8", "ignore").encode()
-        )
+        sources = b"".join(file.read_bytes() for file in stdlib_files())[:size]
+        text.write_bytes(sources.decode("utf-8", "ignore").encode())
         began = time.perf_counter()
         chosen = run_in_minutes(minutes, {"data.corpus": str(text)}, bench.device, data, began=began, quiet=True)
         planned = time.perf_counter() - began

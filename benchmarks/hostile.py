@@ -71,7 +71,6 @@ def vocabulary(unit: str) -> Vocabulary:
 
 
 def service_of(unit: str, threads: int) -> Service:
-    """Return the service of a small model of a unit, in a process as `txl serve` sets it up."""
     keep_freed_memory()
     run, symbols = txl.preset("stdlib-tiny"), vocabulary(unit)
     torch.manual_seed(0)
@@ -192,7 +191,6 @@ def send(url: str, path: str, body: bytes, stream: str) -> tuple[str, float, flo
 
 
 def measure(unit: str, only: str) -> dict[str, Any]:
-    """Return the waiting times during each request to a server of one unit."""
     context, results = multiprocessing.get_context("spawn"), {}
     ours, theirs = context.Pipe()
     with served(service_of, unit) as url:
@@ -231,7 +229,6 @@ def waits_during(url: str, path: str, body: bytes, prober: Any) -> dict[str, Any
 
 
 def main() -> None:
-    """Measure all units, or those that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", nargs="?", help="file for the result")
     parser.add_argument("--unit", action="append", choices=("byte", "char", "word", "bpe"))

@@ -121,11 +121,7 @@ def ours_of(peer: Any) -> txl.TransformerXL:
 
 
 def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload) -> float:
-    """Return the largest difference between the models' log-probabilities of the next token.
-
-    Raises:
-        SystemExit: if the difference is larger than rounding explains.
-    """
+    """Return the largest difference of the models' log-probabilities; end if it is larger than rounding explains."""
     tokens = text(work, work.segment)
     with torch.no_grad():
         hidden = peer.transformer(tokens, mems=[each.transpose(0, 1) for each in memory]).last_hidden_state
@@ -137,14 +133,6 @@ def compare(peer: Any, model: txl.TransformerXL, memory: list[torch.Tensor], wor
     return worst
 
 
-def with_fastest_attention(model: txl.TransformerXL, work: Workload) -> txl.TransformerXL:
-    """Return the model with the attention that trains fastest on this machine."""
-    shape = dataclasses.replace(model.config, attention="fastest")
-    trained = txl.TransformerXL(shape, work.vocab_size)
-    trained.load_state_dict(model.state_dict())
-    return trained
-
-
 def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -> Any:
     """Return our state with the peer's memory, one [B,M,E] per layer (a window may hide its oldest positions)."""
     state = model.init_state(memory[0].shape[0], mem_len=mem_len)
@@ -153,31 +141,13 @@ def filled(model: txl.TransformerXL, memory: list[torch.Tensor], mem_len: int) -
     return dataclasses.replace(state, hidden=held)
 
 
-def peer_evaluation(peer: Any, memory: list[torch.Tensor], work: Workload) -> float:
-    """Return the seconds in which the peer evaluates a segment."""
-    mems, labels = [each.transpose(0, 1).contiguous() for each in memory], work.segment > 1
-    peer.eval()
-
-    def step() -> None:
-        nonlocal mems
-        tokens = text(work, work.segment)
-        with torch.no_grad():
-            mems = (peer(tokens, mems=mems, labels=tokens) if labels else peer(tokens, mems=mems)).mems
-
-    return median_seconds(step)
-
-
-def our_evaluation(model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, segment: int) -> float:
-    """Return the seconds in which our model evaluates a segment."""
-    state = filled(model, memory, work.memory)
-
-    model.eval()
+def evaluation_seconds(read: Callable[[torch.Tensor, Any], Any], state: Any, work: Workload, segment: int) -> float:
+    """Return the seconds in which a function reads a segment and returns the next state."""
 
     def step() -> None:
         nonlocal state
-        tokens = text(work, segment)
         with torch.no_grad():
-            _, state = model.nll(tokens, tokens, state) if segment > 1 else model.log_probs(tokens, state)
+            state = read(text(work, segment), state)
 
     return median_seconds(step)
 
@@ -189,9 +159,17 @@ def engine_step(model: txl.TransformerXL, work: Workload) -> tuple[float, bool]:
     return median_seconds(engine.step), engine.compiled
 
 
-def peer_training(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
-    """Return the seconds of the peer's training step: forward, backward, clipping and Adam."""
-    mems = [each.transpose(0, 1).contiguous() for each in memory]
+def peer_seconds(peer: Any, memory: list[torch.Tensor], work: Workload, run: RunConfig) -> float:
+    """Return the seconds in which the peer evaluates a segment, or trains: forward, backward, clipping and Adam."""
+    mems = [layer.transpose(0, 1).contiguous() for layer in memory]
+    if not work.training:
+        peer.eval()
+        labels = work.segment > 1
+
+        def read(tokens: torch.Tensor, mems: Any) -> Any:
+            return (peer(tokens, mems=mems, labels=tokens) if labels else peer(tokens, mems=mems)).mems
+
+        return evaluation_seconds(read, mems, work, work.segment)
     optimizer = torch.optim.Adam(peer.parameters(), lr=run.train.learning_rate)
     peer.train()
 
@@ -212,9 +190,8 @@ def our_training(
     model: txl.TransformerXL, memory: list[torch.Tensor], work: Workload, run: RunConfig, dtype: str
 ) -> float:
     """Return the seconds of a step of our trainer."""
-    run.train = dataclasses.replace(
-        run.train, batch_size=work.batch_size, segment=work.segment, dtype=dtype, micro_batches=1
-    )
+    lengths = {"batch_size": work.batch_size, "segment": work.segment}
+    run.train = dataclasses.replace(run.train, dtype=dtype, micro_batches=1, **lengths)
     model.train()
     optimizer = build_optimizer(model, run.train)
     states = [filled(model, memory, work.memory)]
@@ -228,21 +205,22 @@ def our_training(
 
 
 def measure(work: Workload) -> list[dict[str, Any]]:
-    """Measure one workload in both dtypes."""
     run = txl.preset(work.preset)
     peer = peer_of(run, work)
     model = ours_of(peer)
     torch.manual_seed(1)
     memory = [torch.randn(work.batch_size, work.memory, run.model.d_model) for _ in range(run.model.n_layer)]
     worst = compare(peer, model, memory, work)
-    peer_time = peer_training(peer, memory, work, run) if work.training else peer_evaluation(peer, memory, work)
+    peer_time = peer_seconds(peer, memory, work, run)
     del peer
     rows = []
     for dtype, aim in zip(("float32", "bfloat16"), work.aim, strict=True):
         segment = work.ours or work.segment
         row: dict[str, Any] = dataclasses.asdict(work) | {"dtype": dtype, "aim": aim, "largest_difference": worst}
         if work.training:
-            model = with_fastest_attention(model, work)
+            weights = model.state_dict()
+            model = txl.TransformerXL(dataclasses.replace(model.config, attention="fastest"), work.vocab_size)
+            model.load_state_dict(weights)
             row["attention"] = model.attention_name
             seconds = our_training(model, memory, work, run, dtype)
             operations = 3 * forward_operations(
@@ -251,7 +229,10 @@ def measure(work: Workload) -> list[dict[str, Any]]:
             row["fraction_of_matmul_rate"] = operations / seconds / matmul_rate(getattr(torch, dtype), "cpu")
         else:
             model.to(getattr(torch, dtype))
-            seconds = our_evaluation(model, memory, work, segment)
+            model.eval()
+            read = model.log_probs if segment == 1 else lambda tokens, state, m=model: m.nll(tokens, tokens, state)
+            state = filled(model, memory, work.memory)
+            seconds = evaluation_seconds(lambda tokens, state, read=read: read(tokens, state)[1], state, work, segment)
             if segment == 1:
                 row["bytes_read_once"] = bytes_read_once(model, work.memory)
                 row["bandwidth"] = read_bandwidth()
@@ -273,7 +254,6 @@ def measure(work: Workload) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure all workloads, or those whose numbers are given."""
     keep_freed_memory()
     transformers_logging.set_verbosity_error()  # the library warns of every shared tensor that it saves once
     chosen = [WORKLOADS[int(word)] for word in sys.argv[1:]] or WORKLOADS

@@ -8,13 +8,17 @@ All numbers of the page come from records. In place of a missing record, the pag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from benchmarks.performance_plots import FIGURES, NAMED_RECIPES
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from txl.reporting.plots import ACCENT, INK, SECOND, SOFT
 from txl_lab.pages import DOCS, Record, RecordedPlot, read_record, table, write_or_check
 from txl_lab.records import RESULTS
 
@@ -28,6 +32,8 @@ measured before a faster part was added to the program, or in several runs, and 
 Letters: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, E model width, H heads, D width of a
 head, N layers, V vocabulary.
 """
+# Labels of our recipes, by their names in the record.
+NAMED_RECIPES = {"adam": "Adam, tuned", "muon": "Muon"}
 REACHED = {"fraction_of_bandwidth": "the bandwidth", "fraction_of_matmul_rate": "the matrix rate"}
 
 
@@ -55,7 +61,6 @@ WITH_MKL = "Its float32 products are MKL's; today's are oneDNN's on this process
 
 
 def roofline(record: Record) -> str:
-    """Return the text about the machine's rates and the workloads of enwik8-12L relative to these rates."""
     machine = record["roofline"]
     rates, bandwidth = machine["matmul_rate"], machine["bandwidth"]
     best = {dtype: max(by_size.values()) for dtype, by_size in rates.items()}
@@ -79,7 +84,6 @@ def roofline(record: Record) -> str:
 
 
 def growth(record: Record) -> str:
-    """Return the text about time and operations of every point, relative to the first point of its axis."""
     base = record["base"]
     parts = [
         "In each table one quantity grows; all others stay at "
@@ -102,7 +106,6 @@ def growth(record: Record) -> str:
 
 
 def training_memory(record: Record) -> str:
-    """Return the text about the peak memory of a training step."""
     rows = []
     for row in record["rows"]:
         sizes = {way: f"{size / 2**20:,.0f}" for way, size in row["peak_bytes"].items()}
@@ -117,7 +120,6 @@ def training_memory(record: Record) -> str:
 
 
 def training_attention(output: Record) -> str:
-    """Return the text about times of attention and of a step, with and without the compiled library."""
     ways = list(output["rows"][0]["times_shifted_float32"])
     rows = [[row["what"], *(f"{row['times_shifted_float32'][way]:.2f}" for way in ways)] for row in output["rows"]]
     return (
@@ -127,7 +129,6 @@ def training_attention(output: Record) -> str:
 
 
 def beside_pytorch(record: Record) -> str:
-    """Return the text about everything that is compiled, on one processor."""
     rows = [[row["work"], row["of"], f"{row['times_pytorch']:.2f}"] for row in record["rows"]]
     return (
         "Speed relative to PyTorch alone (in training with `shifted` attention), in float32. Both are timed in turns."
@@ -136,7 +137,6 @@ def beside_pytorch(record: Record) -> str:
 
 
 def vocabulary_memory(record: Record) -> str:
-    """Return the text about the peak memory of a step for each way to compute cross-entropy."""
     rows = [[way, f"{found['peak_bytes_over_model'] / 2**20:,.0f}"] for way, found in record["ways"].items()]
     return (
         f"Peak memory of a training step, minus the model: {record['shape']}, {record['vocabulary']:,} words, "
@@ -145,7 +145,6 @@ def vocabulary_memory(record: Record) -> str:
 
 
 def peers(record: Record) -> str:
-    """Return the text about ratios to Hugging Face's model, with the bound of our model."""
     rows = []
     for row in record["rows"]:
         bounds = [f"{row[key]:.2f} of {what}" for key, what in REACHED.items() if key in row]
@@ -164,7 +163,6 @@ def peers(record: Record) -> str:
 
 
 def segment_profile(record: Record) -> str:
-    """Return the text about the shares of a segment's time, and the rate of its products over the matrix rate."""
     rows = []
     for row in record["rows"]:
         rates = row["fraction_of_matmul_rate"]
@@ -183,7 +181,6 @@ def segment_profile(record: Record) -> str:
 
 
 def training_profile(record: Record) -> str:
-    """Return the text about the shares of a training step's time."""
     rows = [
         [
             f"{row['preset']}, B {row['batch_size']}, T {row['segment']}, M {row['memory']}",
@@ -197,7 +194,6 @@ def training_profile(record: Record) -> str:
 
 
 def table9(record: Record) -> str:
-    """Return the text about the slowdown of the vanilla Transformer."""
     rows = [
         [f"{row['attention_length']:,}", f"{row['ratio']:,.0f}", f"{row['published']:,}" if row["published"] else ""]
         for row in record["results"]
@@ -211,7 +207,6 @@ def table9(record: Record) -> str:
 
 
 def compiled(record: Record) -> str:
-    """Return the text about the gain by torch.compile."""
     rows = []
     for row in record["results"]:
         if row["compiled"]:
@@ -232,7 +227,6 @@ def compiled(record: Record) -> str:
 
 
 def long_stream(record: Record) -> str:
-    """Return the text about memory and drift over a long stream."""
     return (
         f"A small model read {record['tokens']:,} tokens in segments of {record['segment']}. After the first tenth the "
         f"process grew by at most {record['largest_growth_after_a_tenth'] / 2**10:,.0f} KiB. The last losses differ by "
@@ -251,7 +245,6 @@ READ_AS = {
 
 
 def quality(record: Record) -> str:
-    """Return the text about the time and tokens in which our recipes reach the loss of the authors' recipe."""
     heads = [
         *("text", "target loss", "authors' learning rate", "our recipe", "our learning rate"),
         *("time / authors' time", "the same as counted", "tokens / authors' tokens"),
@@ -311,6 +304,136 @@ def quality(record: Record) -> str:
     )
 
 
+NAMES = {"segment": "T", "memory": "M", "layers": "layers", "batch": "B", "vocabulary": "V"}
+
+
+def _doubling_axis(axis: Any, values: Sequence[float]) -> None:
+    """Set the ticks of a logarithmic axis at the given values."""
+    axis.set_major_locator(FixedLocator(list(values)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def _label(axes: Axes, text: str, place: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
+    axes.annotate(text, place, xytext=shift, textcoords="offset points", **style)
+
+
+def draw_roofline(figure: Figure, record: Record) -> None:
+    machine, axes = record["roofline"], figure.add_subplot()
+    bandwidth, top = machine["bandwidth"], max(machine["matmul_rate"]["float32"].values())
+    points = [
+        (work["name"], work["operations"] / work["bytes_read_once"], work["operations"] / work["seconds"])
+        for work in record["workloads"]
+    ]
+    low, high = min(point[1] for point in points) / 3, max(point[1] for point in points) * 4
+    ridge, gigas = top / bandwidth, top / 1e9
+    axes.loglog([low, ridge, high], [low * bandwidth / 1e9, gigas, gigas], color=SECOND, linewidth=1.5)
+    middle = (low * ridge) ** 0.5
+    bound = (middle, middle * bandwidth / 1e9)
+    _label(axes, f"{bandwidth / 1e9:.0f} GB/s", bound, (-6, 4), ha="right", color=SECOND)
+    _label(axes, f"{gigas:,.0f} GFLOP/s", (high, gigas), (0, 5), ha="right", color=SECOND)
+    for name, intensity, rate in points:
+        axes.plot(intensity, rate / 1e9, marker="o", markersize=5, color=ACCENT)
+        _label(axes, name, (intensity, rate / 1e9), (0, -14), ha="center", color=INK, fontsize=8.5)
+    axes.set_ylim(min(point[2] for point in points) / 1e9 / 3, gigas * 2.2)
+    axes.set_xlabel("operations a byte that must be read")
+    axes.set_ylabel("GFLOP/s, float32")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+
+
+def draw_growth(figure: Figure, record: Record) -> None:
+    """Draw a small plot per axis: time of a training step and of an evaluation, relative to the first point."""
+    frames: Any = figure.subplots(1, len(record["axes"]), squeeze=False)[0]
+    for axes, (axis, rows) in zip(frames, record["axes"].items(), strict=True):
+        values = [row["value"] for row in rows]
+        for kind, color in (("training step", ACCENT), ("evaluation", SECOND)):
+            seconds, counted = (
+                [row[kind][what] / rows[0][kind][what] for row in rows] for what in ("seconds", "operations")
+            )
+            axes.plot(values, seconds, "-", color=color, marker="o", markersize=3.5, linewidth=1.5, label=kind)
+            label = "counted operations" if kind == "training step" else None
+            axes.plot(values, counted, ":", color=color, linewidth=1, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        _doubling_axis(axes.xaxis, values if len(values) <= 4 else values[::2] if len(values) % 2 else values[1::2])
+        short = FuncFormatter(lambda value, _: f"{value:g}" if value % 1000 else f"{value / 1000:g}k")
+        axes.xaxis.set_major_formatter(short)
+        axes.set_ylim(0.5, None)
+        bottom, top = axes.get_ylim()
+        powers = range(0, 16, 1 if top < 40 else 2)
+        _doubling_axis(axes.yaxis, [2.0**power for power in powers if bottom <= 2**power <= top])
+        axes.set_xlabel(NAMES[axis])
+    frames[0].set_ylabel("time, relative to the first")
+    figure.legend(*frames[0].get_legend_handles_labels(), loc="outside upper left", ncols=3)
+
+
+def draw_training_memory(figure: Figure, record: Record) -> None:
+    axes = figure.add_subplot()
+    lengths = [row["length"] for row in record["rows"]]
+    ways = (
+        ("peer", "Hugging Face, float32", SOFT, "-"),
+        ("shifted", "shifted, float32", SECOND, "-"),
+        ("factorised", "factorised, float32", SECOND, ":"),
+        ("compiled", "compiled, float32", ACCENT, "-"),
+        ("compiled, bfloat16", "compiled, bfloat16", ACCENT, ":"),
+    )
+    measured = record["rows"][0]["peak_bytes"]
+    for way, label, color, style in (way for way in ways if way[0] in measured):
+        sizes = [row["peak_bytes"][way] / 2**20 for row in record["rows"]]
+        axes.loglog(lengths, sizes, style, color=color, marker="o", markersize=4, linewidth=1.5, label=label)
+    _doubling_axis(axes.xaxis, lengths)
+    low, high = axes.get_ylim()
+    _doubling_axis(axes.yaxis, [4.0**power for power in range(20) if low <= 4**power <= high])
+    axes.set_xlabel("T = M, tokens")
+    axes.set_ylabel("MiB over what is held between steps")
+    axes.legend(loc="upper left")
+
+
+def draw_quality(figure: Figure, record: Record) -> None:
+    texts = record["texts"]
+    for axes, text in zip(figure.subplots(1, len(texts), squeeze=False)[0], texts, strict=True):
+        (authors,) = (curve for curve in text["curves"] if curve["recipe"] == "authors")
+        counted = text["settings"]["peer_ratio"]  # the record's seconds of the authors' recipe over those measured
+        points = [(point["seconds"] / counted, point["nll"]) for point in authors["points"] if point["seconds"] > 0]
+        axes.plot(*zip(*points, strict=True), color=SOFT, linewidth=1.5)
+        target = text["target_nll"]
+        axes.axhline(target, color=SOFT, linewidth=0.8, linestyle=":")
+        axes.annotate(
+            "authors'", points[len(points) // 3], xytext=(6, 6), textcoords="offset points", fontsize=8.5, color=SOFT
+        )
+        ends: list[tuple[float, float]] = []
+        for recipe, color, below in (("adam", SECOND, False), ("muon", ACCENT, True)):
+            runs = [curve for curve in text["curves"] if curve["recipe"] == recipe]
+            if not runs:
+                continue  # not measured
+            ends = [(curve["steps"] * curve["step_seconds"], curve["points"][-1]["nll"]) for curve in runs]
+            axes.plot(*zip(*ends, strict=True), color=color, marker="o", markersize=4, linewidth=1.5)
+            shift = (-4, -10) if below else (4, 4)
+            axes.annotate(
+                NAMED_RECIPES[recipe], ends[0], xytext=shift, textcoords="offset points", fontsize=8.5, color=color,
+                ha="right" if below else "left",
+            )  # fmt: skip
+        axes.set_xscale("log")
+        _doubling_axis(axes.xaxis, [each for each in (15, 30, 60, 120, 300, 600) if each <= points[-1][0]])
+        axes.set_xlim(left=15)
+        shown = [nll for _, nll in ends] + [target]
+        axes.set_ylim(min(shown) - 0.15, max(shown) + 0.6)
+        axes.set_xlabel("seconds of training, as measured")
+        axes.set_title(text["text"], fontsize=9.5, loc="left")
+    figure.axes[0].set_ylabel("validation loss, nats a token")
+
+
+# Title of each figure of the page, its size in inches, and the function that draws it
+FIGURES: dict[str, tuple[str, tuple[float, float], Callable[..., None]]] = {
+    "quality": ("Validation loss against the time of training", (9.4, 3.3), draw_quality),
+    "roofline": ("Rate against operations a byte, below the machine's roofline", (7.6, 3.6), draw_roofline),
+    "growth": ("Time against T, M, layers, B and V, relative to the first", (9.4, 3.2), draw_growth),
+    "training-memory": ("Peak memory of a training step against T = M", (7.6, 3.5), draw_training_memory),
+}
+
+GONE = "its script is gone"
 RECORD = "python benchmarks/record.py results/{}.json {}"
 RECORD = "python benchmarks/record.py results/{}.json {}"
 COMPILED = "python -m benchmarks.compiled results/compiled-{}.json"
@@ -324,25 +447,25 @@ SECTIONS = (
         "PyTorch, which are slower ([decisions](../decisions.md)).",
         made_with="make bench-peers",
     ),
-    Section("The roofline", "scaling", roofline, ("roofline",), f"{BEFORE_COMPILED} {WITH_MKL}"),
-    Section("Where a segment's time goes", "segment-profile", segment_profile),
-    Section("Where a training step's time goes", "training-profile", training_profile),
-    Section("Compiled attention in training", "training-attention", training_attention),
+    Section("The roofline", "scaling", roofline, ("roofline",), f"{BEFORE_COMPILED} {WITH_MKL}", GONE),
+    Section("Where a segment's time goes", "segment-profile", segment_profile, made_with=GONE),
+    Section("Where a training step's time goes", "training-profile", training_profile, made_with=GONE),
+    Section("Compiled attention in training", "training-attention", training_attention, made_with=GONE),
     Section(
         "Compiled code with AVX-512", "compiled-avx512", beside_pytorch, made_with=COMPILED.format("compiled-avx512")
     ),
     Section(
         "Compiled code with AVX2 alone", "compiled-avx2", beside_pytorch, made_with=COMPILED.format("compiled-avx2")
     ),
-    Section("How cost grows", "scaling", growth, ("growth",), f"{BEFORE_COMPILED} {WITH_MKL}"),
+    Section("How cost grows", "scaling", growth, ("growth",), f"{BEFORE_COMPILED} {WITH_MKL}", GONE),
     Section(
         "Memory of a training step",
         "training-memory",
         training_memory,
         ("training-memory",),
-        made_with="PYTHONPATH=src:. .venv-oracle/bin/python -m benchmarks.training_memory results/training-memory.json",
+        made_with=GONE,
     ),
-    Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory),
+    Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory, made_with=GONE),
     Section("Table 9", "bench-table9", table9, made_with=RECORD.format("bench-table9", "bench table9 --json")),
     Section(
         "Compiled layers",
@@ -351,12 +474,11 @@ SECTIONS = (
         note=BEFORE_COMPILED_TRAINING,
         made_with=RECORD.format("bench-compile", "bench train --compile --json"),
     ),
-    Section("A long stream", "long-stream", long_stream, note=BEFORE_COMPILED),
+    Section("A long stream", "long-stream", long_stream, note=BEFORE_COMPILED, made_with=GONE),
 )
 
 
 def made_by(name: str, made: Record, part: str) -> str:
-    """Return the line that states the source of the numbers of a record, or of a part of the record."""
     hardware, commit = made["hardware"], made["commit"]
     threads = f"{hardware['threads']} thread{'' if hardware['threads'] == 1 else 's'}"
     return (
@@ -392,7 +514,6 @@ def page(results: Path, docs: Path) -> tuple[str, list[RecordedPlot]]:
 
 
 def write_page(results: Path = RESULTS, docs: Path = DOCS / "explanation") -> None:
-    """Write the page and its figures, and remove figures without a record."""
     text, plots = page(results, docs)
     for plot in plots:
         plot.write()
@@ -402,7 +523,6 @@ def write_page(results: Path = RESULTS, docs: Path = DOCS / "explanation") -> No
 
 
 def check_page(results: Path = RESULTS, docs: Path = DOCS / "explanation") -> list[str]:
-    """Return the names of the files that do not match the records."""
     text, plots = page(results, docs)
     path = docs / "performance.md"
     wrong = [] if path.is_file() and path.read_text(encoding="utf-8") == text else [path.name]

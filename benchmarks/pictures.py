@@ -19,7 +19,6 @@ from txl_lab.records import RESULTS
 
 
 def draw_reach(record: Record, figure: Figure) -> None:
-    """Draw the dependence of a prediction on each layer's input, by distance back."""
     axes = figure.add_subplot()
     window, segment, rows = record["window"], record["segment"], record["relative"]
     length = len(rows[0])
@@ -45,7 +44,6 @@ def draw_reach(record: Record, figure: Figure) -> None:
 
 
 def draw_memory(record: Record, figure: Figure) -> None:
-    """Draw quality against memory length."""
     axes = figure.add_subplot()
     sweep = next(event for event in record["measurements"] if event["event"] == "sweep")
     training = record["start"]["config"]["model"]["mem_len"]
@@ -54,7 +52,6 @@ def draw_memory(record: Record, figure: Figure) -> None:
 
 
 def draw_speed(record: Record, figure: Figure) -> None:
-    """Draw the speed of each workload relative to Hugging Face's model."""
     axes = figure.add_subplot()
     works: dict[str, dict[str, float]] = {}
     for row in record["rows"]:
@@ -91,7 +88,6 @@ PICTURES: dict[str, tuple[str, tuple[float, float], Callable[[Record, Figure], N
 
 
 def plots(results: Path, folder: Path) -> list[RecordedPlot]:
-    """Return all pictures."""
     found = []
     for name, (record, size, draw) in PICTURES.items():
         output = read_record(results, record)["output"]
@@ -100,7 +96,6 @@ def plots(results: Path, folder: Path) -> list[RecordedPlot]:
 
 
 def write_pictures(results: Path = RESULTS, folder: Path = DOCS / "images") -> None:
-    """Write every picture."""
     for plot in plots(results, folder):
         plot.write()
 

@@ -58,7 +58,6 @@ class Recipe:
 
 
 def recipes() -> list[Recipe]:
-    """Return all recipes; the first is the authors', whose loss the others have to reach."""
     fast = _FALLING | ({"train.dtype": "bfloat16"} if multiplies_bfloat16("cpu") else {})
     norms = ("model.pre_norm", "model.qk_norm")
     plain = dict.fromkeys(norms, "false") | {"train.reset_memory": "0"}
@@ -96,7 +95,6 @@ class Measurement:
         self.step_seconds: dict[str, float] = json.loads(self.timed.read_text()) if self.timed.exists() else {}
 
     def configured(self, recipe: Recipe, rate: float, steps: int) -> RunConfig:
-        """Return the configuration of one run, which is evaluated twenty times during training."""
         options = {
             "train.steps": str(steps),
             "train.learning_rate": str(rate),
@@ -146,14 +144,8 @@ class Measurement:
         ]
         best = min(rows, key=lambda row: row["nll"])
         print(f"{self.name}, {recipe.name} at {rate:g}: {best['nll']:.4f} nats after {steps:,} steps", flush=True)
-        described = {
-            "recipe": recipe.name,
-            "rate": rate,
-            "steps": steps,
-            "step_seconds": second,
-            "best_nll": best["nll"],
-        }
-        return described | {"points": rows}
+        about = {"recipe": recipe.name, "rate": rate, "steps": steps, "step_seconds": second}
+        return about | {"best_nll": best["nll"], "points": rows}
 
     def tuned(self, recipe: Recipe) -> tuple[float, list[dict[str, Any]]]:
         """Return the best of the recipe's learning rates, and the short runs from which it was chosen."""
@@ -194,7 +186,6 @@ class Measurement:
         return sorted(runs, key=lambda run: -run["best_nll"])
 
     def all(self) -> dict[str, Any]:
-        """Measure all curves, and the time and tokens in which each recipe reaches the authors' best loss."""
         authors, *ours = recipes()
         _, tuning = self.tuned(authors)
         *failed, first = self.whole(authors, tuning)
@@ -218,7 +209,6 @@ class Measurement:
 
 
 def main() -> None:
-    """Measure every text in turn, and add it to the record if a file is named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", nargs="?", help="where the record goes, results/quality.json")
     parser.add_argument("--work", required=True, help="folder of the runs")
@@ -246,7 +236,6 @@ def main() -> None:
 
 
 def keep(record: Path, measured: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """Write the curves of a text into the record, and keep the curves of other texts."""
     before = json.loads(record.read_text()) if record.exists() else {"output": {"texts": []}}
     # Each text keeps the place and time of its measurement; the record's own fields are those of the last text.
     others = [

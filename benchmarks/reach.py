@@ -28,14 +28,7 @@ WINDOW, SEGMENT, BEYOND, TARGETS = 64, 64, 20, 24
 
 
 def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) -> Tensor:
-    """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1).
-
-    Args:
-        model: model in evaluation mode.
-        tokens: [T], token ids read from empty memory.
-        target: id of the token that follows.
-        window: number of keys that a query attends to.
-    """
+    """Return the norm of d log p(target) / d h^n at each position, [N,T], for layers' inputs h^0 ... h^(N-1)."""
     inputs: list[Tensor] = []
     hooks = [
         layer.register_forward_pre_hook(lambda _, given: inputs.append(given[0].requires_grad_()))
@@ -50,7 +43,6 @@ def gradients(model: TransformerXL, tokens: Tensor, target: int, window: int) ->
 
 
 def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets: int = TARGETS) -> dict[str, Any]:
-    """Average the gradients of several targets by distance back, each row relative to the row's largest value."""
     n_layer = model.config.n_layer
     length = n_layer * (window - 1) + 1 + BEYOND
     model = model.eval()
@@ -70,7 +62,6 @@ def measure(model: TransformerXL, tokens: Tensor, window: int = WINDOW, targets:
 
 
 def main(out: str, run: str) -> None:
-    """Measure a run's model on its validation split, and write the record."""
     model, vocabulary = txl.load(run)
     directory = RunDirectory(Path(run))
     corpus = open_run_corpus(directory, vocabulary, {}, quiet=True)

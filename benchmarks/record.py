@@ -34,7 +34,6 @@ def record(path: Path, words: list[str]) -> int:
 
 
 def record_run(path: Path, directory: Path, command: str) -> None:
-    """Write the record of a finished run: its start, its last training line, and every measurement."""
     events = RunDirectory(directory).events()
     kept = [event for event in events if event["event"] in ("valid", "eval", "sweep", "compression", "end", "demo")]
     start = next(event for event in events if event["event"] == "start")

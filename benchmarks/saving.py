@@ -66,7 +66,6 @@ def trained(preset: str, steps: int, in_background: bool, folder: Path) -> dict[
 
 
 def measure(preset: str = "enwik8-12L", steps: str = "14") -> dict[str, Any]:
-    """Measure both ways."""
     with tempfile.TemporaryDirectory() as folder:
         ways = {
             name: trained(preset, int(steps), in_background, Path(folder) / name)

@@ -41,16 +41,10 @@ def made(preset: str) -> tuple[LanguageModel, ByteVocabulary, dict[str, Any]]:
     run, vocabulary = txl.preset(preset), ByteVocabulary()
     torch.manual_seed(0)
     model = txl.build_model(run.model, vocabulary).eval()
-    lengths = {
-        "mem_len": run.eval.mem_len,
-        "window": run.eval.window or "none",
-        "clamp_len": run.eval.clamp_len or "none",
-    }
-    return model, vocabulary, lengths
+    return model, vocabulary, dict(run.eval.lengths.options())
 
 
 def service_of(preset: str, places: int, threads: int) -> Service:
-    """Return the service of a preset's shape."""
     model, vocabulary, lengths = made(preset)
     return Service(Served(model, vocabulary, preset, max_streams=places, threads=threads, **lengths))
 
@@ -156,7 +150,6 @@ def snapshots(url: str, rounds: int) -> dict[str, float]:
 
 
 def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
-    """Return all measurements of one shape."""
     found: dict[str, Any] = {"tokens": n_token, "rounds": rounds, "threads": torch.get_num_threads()}
     with served(service_of, preset, max(TOGETHER)) as url:
         arrivals(url, 8, 1)
@@ -169,18 +162,13 @@ def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
         }
         found["together"] = []
         for n_stream in TOGETHER:
-            both = [
-                (engine_rate(preset, n_stream, n_token), together_rate(url, n_stream, n_token))
-                for _ in range(max(2, rounds // 2))
-            ]
-            found["together"].append(
-                {
-                    "texts": n_stream,
-                    "engine_tokens_per_second": round(statistics.median(each for each, _ in both), 2),
-                    "server_tokens_per_second": round(statistics.median(each for _, each in both), 2),
-                    "server_over_engine": round(statistics.median(theirs / ours for ours, theirs in both), 4),
-                }
-            )
+            sizes = (n_stream, n_token)
+            both = [(engine_rate(preset, *sizes), together_rate(url, *sizes)) for _ in range(max(2, rounds // 2))]
+            ours, theirs = (statistics.median(rates) for rates in zip(*both, strict=True))
+            ratio = statistics.median(server / engine for engine, server in both)
+            row = {"texts": n_stream, "engine_tokens_per_second": round(ours, 2)}
+            row |= {"server_tokens_per_second": round(theirs, 2), "server_over_engine": round(ratio, 4)}
+            found["together"].append(row)
         found["snapshot"] = snapshots(url, rounds)
     with served(service_of, preset, PLACES) as url:
         arrivals(url, 8, 1)
@@ -192,7 +180,6 @@ def measure(preset: str, n_token: int, rounds: int) -> dict[str, Any]:
 
 
 def main(quick: str = "") -> dict[str, Any]:
-    """Measure all shapes, or only what `quick` asks for."""
     return {preset: measure(preset, *sizes) for preset, sizes in (QUICK if quick else PRESETS).items()}
 
 

@@ -42,7 +42,6 @@ _LEFT_OUT = ("parameters", "status", "backprop len")
 
 
 def records(results: Path) -> dict[str, Record]:
-    """Return the records of the tables by name, table1 first."""
     paths = sorted(results.glob("reproduce-table*.json"), key=lambda path: int(path.stem.split("-")[1][5:]))
     return {path.stem: read_record(results, path.stem) for path in paths}
 
@@ -167,7 +166,6 @@ def chosen(tuned: Any) -> str:
 
 
 def made(stem: str, record: Record) -> str:
-    """Return the line that states the source of the numbers."""
     command = record["command"] if isinstance(record["command"], str) else shlex.join(record["command"])
     line = f"`results/{stem}.json`, commit {record['commit'][:7]}, {record['date']}: `{command}`\n"
     measured = ((int(seed), each) for row in record["output"]["rows"] for seed, each in row["seeds"].items())
@@ -175,7 +173,6 @@ def made(stem: str, record: Record) -> str:
 
 
 def taken(origin: Record, seeds: list[int]) -> str:
-    """Return the line that states where seeds that a record took from another one were measured."""
     arithmetic, processor = origin["dtype"] or "float32", origin["hardware"]["cpu"]
     commit = f"commit {origin['commit'][:7]}, {origin['date']}, " if "commit" in origin else ""
     return f"Measured before: {named_seeds(seeds)}, {commit}in {arithmetic} on {processor}.\n"
@@ -189,7 +186,6 @@ def plotted(output: Record) -> list[tuple[str, list[float]]]:
 
 
 def plots(output: Record, folder: Path) -> list[tuple[str, RecordedPlot]]:
-    """Return the plots of a table with descriptions: every seed's result, and Figure 4 for Table 8."""
     rows, by_group = plotted(output), curves(output) if output["what"] == "table8" else {}
     found = []
     if rows:
@@ -203,7 +199,6 @@ def plots(output: Record, folder: Path) -> list[tuple[str, RecordedPlot]]:
 
 
 def draw_seeds(output: Record, figure: Figure) -> None:
-    """Draw the values of all seeds, one line per row."""
     axes = figure.add_subplot()
     rows = plotted(output)
     every = [value for _, values in rows for value in values]
@@ -237,7 +232,6 @@ def curves(output: Record) -> dict[str, dict[str, list[tuple[int, float]]]]:
 
 
 def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure: Figure) -> None:
-    """Draw perplexity against context length, with axes of its own for each group of models."""
     for axes, models in zip(figure.subplots(1, len(by_group), squeeze=False).flat, by_group.values(), strict=True):
         for (key, points), color in zip(models.items(), itertools.cycle((ACCENT, SECOND, INK, SOFT))):
             axes.plot(*zip(*points, strict=True), color=color, marker="o", markersize=2, linewidth=1.2, label=key)
@@ -252,37 +246,26 @@ def draw_curves(by_group: dict[str, dict[str, list[tuple[int, float]]]], figure:
     figure.axes[0].set_ylabel("perplexity, test split")
 
 
-def text(results: Path) -> str:
-    """Return the generated part of the page, which stands between the marks."""
-    found = records(results)
-    return "\n".join([claims(found), "\n## The paper's tables\n", *(section(*each) for each in found.items())])
-
-
-def current(results: Path) -> tuple[str, str]:
-    """Return the current page, and the page that the records give."""
-    page = (results / "README.md").read_text(encoding="utf-8")
+def made_from(results: Path) -> tuple[str, str, list[RecordedPlot]]:
+    """Return the page as it is, and the page and the plots that the records give."""
+    found, page = records(results), (results / "README.md").read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return page, f"{before}{BEGIN}\n\n{text(results)}\n{END}{after}"
-
-
-def all_plots(results: Path) -> list[RecordedPlot]:
-    """Return the plots of all tables."""
-    outputs = [record["output"] for record in records(results).values()]
-    return [plot for output in outputs for _, plot in plots(output, results / "figures")]
+    parts = [claims(found), "\n## The paper's tables\n", *(section(*record) for record in found.items())]
+    wanted = f"{before}{BEGIN}\n\n{chr(10).join(parts)}\n{END}{rest.partition(END)[2]}"
+    figures = [plot for record in found.values() for _, plot in plots(record["output"], results / "figures")]
+    return page, wanted, figures
 
 
 def check(results: Path = RESULTS) -> list[str]:
-    """Return the names of the files that do not match the records."""
-    page, wanted = current(results)
+    page, wanted, figures = made_from(results)
     wrong = [] if page == wanted else ["README.md"]
-    return wrong + [plot.path.name for plot in all_plots(results) if not plot.is_current]
+    return wrong + [plot.path.name for plot in figures if not plot.is_current]
 
 
 def write(results: Path = RESULTS) -> None:
-    """Write the generated part of the page, and the plots."""
-    (results / "README.md").write_text(current(results)[1], encoding="utf-8")
-    for plot in all_plots(results):
+    _, wanted, figures = made_from(results)
+    (results / "README.md").write_text(wanted, encoding="utf-8")
+    for plot in figures:
         plot.write()
 
 

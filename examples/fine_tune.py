@@ -16,9 +16,8 @@ from pathlib import Path
 
 import txl
 from txl.config import DataConfig
-from txl.interop.import_run import import_run
-from txl.interop.source import checkpoint_path
-from txl.interop.vocabularies import read_vocabulary
+from txl.interop.import_run import checkpoint_path, import_run
+from txl.interop.vocabulary_files import read_vocabulary
 from txl.runs.directory import RunDirectory
 
 

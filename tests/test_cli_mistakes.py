@@ -231,39 +231,34 @@ def damaged(trained: Path, tmp_path: Path, what: str) -> Path:
     checkpoint = copy / "checkpoints" / (copy / "best").read_text().strip()
     weights = checkpoint / "model.safetensors"
     config = json.loads((copy / "config.json").read_text())
-    if what == "truncated":
+    changed = {
+        "config of the future": {"soul": 1},
+        "wrong type": {"model": config["model"] | {"n_layer": "2"}},
+        "beyond 64 bits": {"train": config["train"] | {"steps": int(HUGE)}},
+        "other heads": {"model": config["model"] | {"n_head": 4, "d_head": 4}},
+    }
+    written = {
+        "config is no JSON": ("config.json", "{"),
+        "config is empty": ("config.json", ""),
+        "vocabulary": ("vocabulary.json", '{"format": 1, "kind": "char", "characters": ["a"]}'),
+        "vocabulary is a list": ("vocabulary.json", "[]"),
+        "best is no name": ("best", "garbage\n"),
+    }
+    if what in changed:
+        (copy / "config.json").write_text(json.dumps(config | changed[what]))
+    elif what in written:
+        name, content = written[what]
+        (copy / name).write_text(content)
+    elif what == "truncated":
         weights.write_bytes(weights.read_bytes()[:-7])
     elif what == "altered":
-        content = bytearray(weights.read_bytes())
-        content[-3] ^= 4
-        weights.write_bytes(content)
-    elif what == "no manifest":
-        (checkpoint / "manifest.json").unlink()
-    elif what == "config is no JSON":
-        (copy / "config.json").write_text("{")
-    elif what == "config is empty":
-        (copy / "config.json").write_text("")
-    elif what == "config of the future":
-        (copy / "config.json").write_text(json.dumps(config | {"soul": 1}))
-    elif what == "wrong type":
-        config["model"]["n_layer"] = "2"
-        (copy / "config.json").write_text(json.dumps(config))
-    elif what == "beyond 64 bits":
-        config["train"]["steps"] = int(HUGE)
-        (copy / "config.json").write_text(json.dumps(config))
-    elif what == "other heads":
-        config["model"] |= {"n_head": 4, "d_head": 4}
-        (copy / "config.json").write_text(json.dumps(config))
-    elif what == "vocabulary":
-        (copy / "vocabulary.json").write_text('{"format": 1, "kind": "char", "characters": ["a"]}')
-    elif what == "no vocabulary":
-        (copy / "vocabulary.json").unlink()
-    elif what == "vocabulary is a list":
-        (copy / "vocabulary.json").write_text("[]")
-    elif what == "best is no name":
-        (copy / "best").write_text("garbage\n")
+        data = bytearray(weights.read_bytes())
+        data[-3] ^= 4
+        weights.write_bytes(data)
     elif what == "no checkpoints":
         shutil.rmtree(copy / "checkpoints")
+    else:
+        {"no manifest": checkpoint / "manifest.json", "no vocabulary": copy / "vocabulary.json"}[what].unlink()
     return copy
 
 

@@ -128,18 +128,8 @@ def test_ctrl_c_while_a_command_waits(trained):
 def test_a_prompt_of_standard_input_is_read_as_a_file_is(trained, tmp_path):
     prompt = "é\r\nb\rc\n".encode()
     (tmp_path / "prompt").write_bytes(prompt)
-    command = [
-        sys.executable,
-        "-m",
-        "txl",
-        "generate",
-        str(trained),
-        "--max-tokens",
-        "30",
-        "--seed",
-        "1",
-        "--prompt-file",
-    ]
+    words = ["generate", str(trained), "--max-tokens", "30", "--seed", "1", "--prompt-file"]
+    command = [sys.executable, "-m", "txl", *words]
     environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = [
         subprocess.run([*command, name], input=prompt, capture_output=True, env=environment, check=True).stdout

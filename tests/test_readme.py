@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -140,32 +139,3 @@ def test_the_python_runs(story, tmp_path, data_dir, monkeypatch, capsys):
 @pytest.mark.parametrize("target", re.findall(r"\]\((?!https?:)([^)#]+)\)", README))
 def test_what_the_readme_points_to_is_there(target):
     assert (Path(__file__).parent.parent / target).exists(), target
-
-
-def _defined(path: Path) -> set[str]:
-    """Return the functions, classes, methods and assigned names of a module, as `name` and `Class.name`."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        inside = [(f"{node.name}.", node.body)] if isinstance(node, ast.ClassDef) else []
-        for prefix, body in [("", [node]), *inside]:
-            for each in body:
-                if isinstance(each, ast.FunctionDef | ast.ClassDef):
-                    found.add(prefix + each.name)
-                targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-                found |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
-    return found
-
-
-@pytest.mark.parametrize("page", ["explanation/model.md", "explanation/attention.md", "architecture.md"])
-def test_pages_that_explain_the_code_point_to_what_is_there(page):
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    source = ROOT / "src" / "txl"
-    for path in re.findall(r"`([\w/]+/\w+\.(?:py|cpp))`", text):
-        home = {"examples": ROOT, "tests": ROOT, "txl_lab": ROOT / "src"}.get(path.split("/")[0], source)
-        assert (home / path).is_file(), path
-    for name, path in re.findall(r"`([A-Za-z_][\w.]*)`(?:, `[\w.]+`)* in `([\w/]+\.py)`", text):
-        assert name in _defined(source / path), f"{name} in {path}"
-    everywhere = set().union(*(_defined(path) for path in source.rglob("*.py")))
-    methods = [name for name in re.findall(r"`([A-Z]\w+\.\w+)`", text) if not name.endswith(".md")]
-    assert len(methods) > 2
-    assert [name for name in methods if name not in everywhere] == []

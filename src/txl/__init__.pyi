@@ -5,15 +5,11 @@ from .data.corpora import open_corpus as open_corpus
 from .data.detokenise import detokenise as detokenise
 from .errors import RunInterrupted as RunInterrupted
 from .errors import UserError as UserError
-from .evaluation.cache_tuning import CacheTuning as CacheTuning
-from .evaluation.cache_tuning import tune_cache as tune_cache
 from .evaluation.dynamic import Adaptation as Adaptation
 from .evaluation.dynamic import AdaptingModel as AdaptingModel
 from .evaluation.dynamic import GradientStatistics as GradientStatistics
 from .evaluation.dynamic import evaluate_dynamically as evaluate_dynamically
 from .evaluation.dynamic import gradient_statistics as gradient_statistics
-from .evaluation.dynamic_tuning import DynamicTuning as DynamicTuning
-from .evaluation.dynamic_tuning import tune_dynamic as tune_dynamic
 from .evaluation.effective_context import relative_effective_context_length as relative_effective_context_length
 from .evaluation.perplexity import evaluate as evaluate
 from .evaluation.perplexity import evaluate_memory_lengths as evaluate_memory_lengths
@@ -23,6 +19,10 @@ from .evaluation.sliding import losses_at_contexts as losses_at_contexts
 from .evaluation.stream import EvaluationResult as EvaluationResult
 from .evaluation.surprisal import TokenSurprisal as TokenSurprisal
 from .evaluation.surprisal import surprisals as surprisals
+from .evaluation.tuning import CacheTuning as CacheTuning
+from .evaluation.tuning import DynamicTuning as DynamicTuning
+from .evaluation.tuning import tune_cache as tune_cache
+from .evaluation.tuning import tune_dynamic as tune_dynamic
 from .generation.engine import DecodeEngine as DecodeEngine
 from .generation.sampling import Sampling as Sampling
 from .generation.text import generate as generate

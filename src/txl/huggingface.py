@@ -130,21 +130,18 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values: memory to continue from; None: empty memory.
             labels: int64 [B,T], not shifted: the label of a position is its own token, as everywhere in transformers.
                 Labels of -100, labels of padding, and labels that padding would predict do not count.
-            use_cache: False to return no memory.
+            use_cache, return_dict, output_hidden_states: as everywhere in transformers.
             logits_to_keep: number of positions, from the end, whose logits are returned; 0, or with labels: all.
-            return_dict: False to return a tuple.
             num_items_in_batch: divisor of the summed losses, for a batch in several parts (set by transformers'
                 Trainer). None: the number of labels that count.
-            output_hidden_states: True to return the embeddings and the output of each layer, [B,T,E] each.
             needless: arguments that have no effect (`_NEEDLESS`).
 
         Returns:
             loss (mean over the labels that count), logits [B,T',V] (log-probabilities), past_key_values, hidden_states.
 
         Raises:
-            ValueError: for a mask with gaps, padding after the tokens in memory, padding before text in a
-                first segment where the mask has ones, labels that are not tokens or have another shape, or arguments
-                that ask for what the model lacks.
+            ValueError: for padding that cannot be read, labels that are no tokens, or arguments that ask for what the
+                model lacks.
             TypeError: for unknown arguments.
         """
         hidden, layers, cache, text = self._read(
@@ -162,7 +159,10 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
                 first, length = text
                 place = torch.arange(targets.shape[1], device=targets.device)
                 counts &= (place >= first[:, None]) & (place < (first + length - 1)[:, None])
-            _check_labels(targets[counts], self.config.vocab_size)
+            counted, size = targets[counts], self.config.vocab_size
+            if counted.numel() > 0 and (int(counted.min()) < 0 or int(counted.max()) >= size):
+                found = f"labels go from {int(counted.min())} to {int(counted.max())}"
+                raise ValueError(f"{found}; expected token ids, 0 to {size - 1}, padding, {size}, or -100, not counted")
             nll = -logits[:, :-1].gather(-1, targets.masked_fill(~counts, 0)[..., None]).squeeze(-1)
             loss = nll[counts].mean() if num_items_in_batch is None else nll[counts].sum() / num_items_in_batch
         output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache, hidden_states=layers)
@@ -173,11 +173,8 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embedding
 
     def resize_token_embeddings(self, *_: Any, **__: Any) -> torch.nn.Module:
-        """Raise a ValueError: tables, clusters and softmax belong to one vocabulary."""
-        raise ValueError(
-            "the vocabulary of a Transformer-XL cannot be resized: its embedding, clusters and softmax belong "
-            "together; train one with the other vocabulary"
-        )
+        """Raise a ValueError: embedding, clusters and softmax belong to one vocabulary."""
+        raise ValueError("the vocabulary of a Transformer-XL cannot be resized; train one with the other vocabulary")
 
     def save_pretrained(self, save_directory: Any, **settings: Any) -> None:
         """Save the model as transformers does, and beside it the code that `trust_remote_code` loads."""
@@ -196,10 +193,7 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None,
         needless: dict[str, Any],
     ) -> tuple[Tensor, tuple[Tensor, ...] | None, TransformerXLCache | None, tuple[Tensor, Tensor] | None]:
-        """Return final hidden states, those of all layers if wanted, the cache, and the text's place (`_text_in_mask`).
-
-        `TransformerXLForCausalLM.forward` describes arguments and errors.
-        """
+        """Return final hidden states, those of all layers if wanted, the cache, and `_text_in_mask`."""
         for name, value in {"output_attentions": self.config.output_attentions, **needless}.items():
             if name not in (*_NEEDLESS, *_LACKING):
                 raise TypeError(f"unknown argument {name!r}")
@@ -220,9 +214,9 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         # Padding has the id V, which has no embedding. Any token can replace it, because no result depends on it, not
         # even if the mask has ones for it: `generate` fills lanes with padding after their text has ended.
         input_ids = self._with_line_ends(input_ids.masked_fill(is_padding, 0))
-        layers, wanted = (
-            None,
+        wanted, layers = (
             self.config.output_hidden_states if output_hidden_states is None else output_hidden_states,
+            None,
         )
         if text is None and not wanted:
             hidden, state = self.model.hidden_states(input_ids, state)
@@ -251,7 +245,9 @@ class TransformerXLForCausalLM(PreTrainedModel, GenerationMixin):
         if text is not None:
             place = torch.arange(n_token, device=input_ids.device)
             input_ids = input_ids.gather(1, (place + text[0][:, None]).clamp(max=n_token - 1))
-        hidden, after = self.model.hidden_states(input_ids, _Everything.of(state, n_token))
+        room = dataclasses.replace(lengths, mem_len=state.length + n_token)
+        everything = _Everything(state.hidden, state.filled, room, state.projections, torch.is_grad_enabled())
+        hidden, after = self.model.hidden_states(input_ids, everything)
         layers = (*(states[:, -n_token:] for states in after.hidden), hidden)
         after = after.detach()
         memory = Memory(after.hidden, after.filled, after.lengths, after.projections)
@@ -304,12 +300,6 @@ class TransformerXLModel(TransformerXLForCausalLM):
 class _Everything(Memory):
     """Memory that keeps all positions of a segment, even those outside of the window."""
 
-    @classmethod
-    def of(cls, state: Memory, n_token: int) -> _Everything:
-        """Return a state with room for `n_token` more positions, through which gradients flow if they are wanted."""
-        lengths = dataclasses.replace(state.lengths, mem_len=state.length + n_token)
-        return cls(state.hidden, state.filled, lengths, state.projections, torch.is_grad_enabled())
-
     @property
     def capacity(self) -> int:
         """Number of positions that fit into this memory."""
@@ -324,11 +314,7 @@ def _moved_right(states: Tensor, distance: Tensor) -> Tensor:
 
 
 def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[Tensor, Tensor] | None:
-    """Return the first position and the length of each lane's text, int64 [B] each; None if nothing is padded.
-
-    Raises:
-        ValueError: for a wrong shape, gaps, a lane without tokens, or padding after a first segment.
-    """
+    """Return the first position and the length of each lane's text, int64 [B] each; None if nothing is padded."""
     if mask is None:
         return None
     n_token = input_ids.shape[1]
@@ -346,15 +332,6 @@ def _text_in_mask(mask: Tensor | None, input_ids: Tensor, n_seen: int) -> tuple[
     if not bool(ones.any(dim=1).all()) or bool((length != last - first).any()):
         raise ValueError("attention_mask is empty or has gaps in a lane; expected one contiguous run of ones in each")
     return first, length
-
-
-def _check_labels(targets: Tensor, vocab_size: int) -> None:
-    """Raise a ValueError for labels outside of the vocabulary."""
-    if targets.numel() > 0 and (int(targets.min()) < 0 or int(targets.max()) >= vocab_size):
-        raise ValueError(
-            f"labels go from {int(targets.min())} to {int(targets.max())}; expected token ids, 0 to {vocab_size - 1}, "
-            f"-100 for positions that do not count, or the tokenizer's padding, {vocab_size}"
-        )
 
 
 AutoConfig.register(MODEL_TYPE, TransformerXLConfig, exist_ok=True)

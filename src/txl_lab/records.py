@@ -56,11 +56,8 @@ def measure_and_record(
 ) -> None:
     """Run a script: measure, print the result if there is no file for it, and write the record if there is one.
 
-    Args:
-        script: name of the script in `benchmarks/`.
-        measure: function that measures everything; it gets the words of the command line after the file.
-        case: function that measures one case in a process of its own (`run_alone`), from words.
-        keeps_memory: True to keep freed memory, as in training; False for measurements of memory.
+    `case` measures one case in a process of its own (`run_alone`), from words. Freed memory is kept, as in training,
+    except by measurements of memory.
     """
     if sys.argv[1:2] == [_CASE]:
         assert case is not None

@@ -49,7 +49,7 @@ class Server:
 @contextmanager
 def serving(run: Path, *options: str) -> Iterator[Server]:
     with process(run, *options) as (_, url):
-        yield Server(url, options[-1])  # perhaps the key
+        yield Server(url, options[-1] if "--api-key" in options else "none")
 
 
 @pytest.fixture(scope="module")

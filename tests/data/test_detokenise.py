@@ -85,29 +85,6 @@ def test_only_spaces_go_from_real_text(test_data, name, convention):
         assert "".join(before.split()) == "".join(after.split())
 
 
-def moses(line: str) -> list[str]:
-    """Tokenise a line by the rules of the Moses tokeniser, which made WikiText, without its list of abbreviations."""
-    heading = re.fullmatch(r"(=+) (.*) (=+)", line)
-    if heading:
-        return [*heading[1], *moses(heading[2]), *heading[3]]
-    line = re.sub(r"(?<=\d)([.,])(?=\d)", r" @\1@ ", line.replace("<unk>", "UNK"))
-    line = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", line)
-    line = re.sub(r"(?<=[\w>])'(?=[^\W\d])", " \0", line)  # the apostrophe of it's is no quotation mark
-    line = re.sub(r"([][(){}\"!?:;$£€%°#/–—])", r" \1 ", line)
-    line = re.sub(r"(?<!@),(?!@)", " , ", line)
-    line = re.sub(r"(?<=[\w\"%)])'(?=\s|$)|(?<=\s)'(?=\w)|^'", " ' ", line)
-    line = re.sub(r"(?<=\w)\.$|(?<=\s)\.(?=\s|$)|\.(?= \" *$)", " .", line)
-    return line.replace("UNK", "<unk>").replace("\0", "'").split()
-
-
-def test_most_lines_of_wikitext_come_back_when_they_are_tokenised_again(test_data):
-    """Lines are first cut at sentence ends, because `moses` has no list of abbreviations to recognise these ends."""
-    text = (test_data / "wikitext-103" / "valid.txt").read_text(encoding="utf-8")
-    sentences = [line + " ." if "=" not in line else line for line in re.split(r" \. |\n", text) if line.strip()]
-    back = [moses(detokenise(sentence)) == sentence.split() for sentence in sentences]
-    assert sum(back) > 0.98 * len(back)
-
-
 def vocabulary(*words: str) -> WordVocabulary:
     return WordVocabulary(["<eos>", "<unk>", *words])
 

@@ -18,7 +18,7 @@ import pytest
 import txl
 from txl.data import benchmarks, public
 from txl.data.benchmarks import Benchmark, Download
-from txl.data.download import fetch
+from txl.data.public import fetch
 from txl.errors import UserError
 
 TEXT = b"".join(b"line %d of the corpus, with some words in it\n" % number for number in range(3000))
@@ -200,6 +200,18 @@ def test_another_place_is_tried_when_the_first_fails(server, tmp_path):
     server.answers = [refused(404)]
     with pytest.raises(UserError, match=r"tiny\.zip.*404.*mirror2\.zip.*404.*; try again"):
         fetch((*route(server, None), *route(server, None, "mirror2.zip")), tmp_path, quiet=True)
+
+
+def test_without_a_published_hash_the_first_download_is_recorded_and_said(server, tmp_path, capsys):
+    content = zipped()
+    server.answers = [whole(content)]
+    fetch(route(server, None), tmp_path)
+    digest = hashlib.sha256(content).hexdigest()
+    assert f"no published hash of tiny.zip is known; recorded sha256 {digest}" in capsys.readouterr().err
+    (tmp_path / "tiny.zip").unlink()
+    server.answers = [whole(zipped(b"something else"))]
+    with pytest.raises(UserError, match=digest):
+        fetch(route(server, None), tmp_path, quiet=True)
 
 
 @pytest.fixture

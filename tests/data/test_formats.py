@@ -37,19 +37,19 @@ FORMATS = {
     "bzip2 data": bz2.compress(TEXT.encode()),
     "xz data": lzma.compress(TEXT.encode()),
     "zstd data": zstandard.compress(TEXT.encode()),
-    "a tar archive": tarfile.TarInfo("a.txt").tobuf() + bytes(1024),
+    "an archive": tarfile.TarInfo("a.txt").tobuf() + bytes(1024),
     "a PDF": b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n1 0 obj\n" + bytes(range(256)) * 300,
     "UTF-16": TEXT.encode("utf-16"),
     "UTF-16 ": b"\xfe\xff" + TEXT.encode("utf-16-be"),
     "UTF-16  ": TEXT.encode("utf-16-le"),
     "UTF-16   ": TEXT.encode("utf-16-be"),
     "UTF-32": TEXT.encode("utf-32"),
-    "a NumPy array": saved(lambda file: np.save(file, np.arange(220, dtype=np.uint16))),
+    "binary data (NumPy": saved(lambda file: np.save(file, np.arange(220, dtype=np.uint16))),
     "a ZIP file (.docx, .xlsx, .epub, .npz and .pt too)": saved(lambda file: np.savez(file, ids=np.arange(220))),
-    "Parquet data": b"PAR1\x15\x04\x15\x00" + bytes(range(256)) + b"PAR1",
-    "a Python pickle": pickle.dumps({"ids": list(range(300))}),
-    "an image": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(300),
-    "sound or music": b"RIFF\x24\0\0\0WAVEfmt " + bytes(300),
+    "binary data (NumPy ": b"PAR1\x15\x04\x15\x00" + bytes(range(256)) + b"PAR1",
+    "binary data (NumPy  ": pickle.dumps({"ids": list(range(300))}),
+    "a recording": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(300),
+    "a recording ": b"RIFF\x24\0\0\0WAVEfmt " + bytes(300),
 }
 
 
@@ -107,9 +107,9 @@ def test_a_text_may_begin_with_the_letters_of_a_format(begin, tmp_path):
 def test_in_a_folder_only_the_texts_that_are_read_matter(tmp_path):
     for split in ("train", "valid", "test"):
         (tmp_path / f"{split}.txt").write_text(TEXT, encoding="utf-8")
-    (tmp_path / "cover.png").write_bytes(FORMATS["an image"])
+    (tmp_path / "cover.png").write_bytes(FORMATS["a recording"])
     txl.open_corpus(str(tmp_path), "byte", data_dir=tmp_path / ".data", quiet=True)
-    assert "cover.png: an image" in refusal(str(tmp_path / "*"), tmp_path / ".data", "byte")
+    assert "cover.png: a recording" in refusal(str(tmp_path / "*"), tmp_path / ".data", "byte")
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="the remedies call iconv")

@@ -205,30 +205,28 @@ def test_a_damaged_corpus_that_cannot_be_removed_is_not_prepared_for_nothing(sto
 
 
 @pytest.mark.parametrize(
-    ("settings", "refused"),
+    "settings",
     [
-        ({"min_count": 5}, "min_count"),
-        ({"vocab_size": 300, "unit": "word"}, "vocab_size"),
-        ({"normalise": False}, "normalise"),
-        ({"like_original": True}, "like_original"),
-        ({"verify": False}, "verify"),
-        ({"boundary": "both", "corpus": "enwik8"}, "boundary"),
-        ({"min_count": 5, "unit": "word"}, None),
-        ({"vocab_size": 300, "unit": "bpe"}, None),
-        ({"verify": False, "like_original": True, "corpus": "enwik8"}, None),
-        ({"boundary": "both", "corpus": "lm1b", "unit": "word"}, None),
+        {"min_count": 5},
+        {"vocab_size": 300, "unit": "word"},
+        {"normalise": False},
+        {"like_original": True},
+        {"verify": False},
+        {"boundary": "both", "corpus": "enwik8"},
     ],
 )
-def test_settings_that_a_text_has_no_use_for_are_refused(settings, refused):
-    data = DataConfig(**settings)
-    given = [f"data.{name}" for name in settings]
-    if refused is None:
-        refuse_unused(data, given)
-    else:
-        with pytest.raises(UserError) as caught:
-            refuse_unused(data, given)
-        assert (caught.value.field, caught.value.value) == (f"data.{refused}", settings[refused])
-        refuse_unused(data, [])  # settings of a preset, which the user did not give
+def test_settings_that_a_text_has_no_use_for_are_refused(settings):
+    data, (name, value) = DataConfig(**settings), next(iter(settings.items()))
+    with pytest.raises(UserError) as caught:
+        refuse_unused(data, [f"data.{name}" for name in settings])
+    assert (caught.value.field, caught.value.value) == (f"data.{name}", value)
+    refuse_unused(data, [])  # settings of a preset, which the user did not give
+    for used in (
+        DataConfig(min_count=5, unit="word"),
+        DataConfig(vocab_size=300, unit="bpe"),
+        DataConfig(verify=False, like_original=True, corpus="lm1b", boundary="both", unit="word"),
+    ):
+        refuse_unused(used, [f"data.{name}" for name in ("min_count", "vocab_size", "verify", "boundary")])
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGHUP])

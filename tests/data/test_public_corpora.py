@@ -106,26 +106,6 @@ def test_the_authors_penn_treebank_is_in_lower_case_and_counts_all_splits(test_d
     assert [words[number] for number in ids(theirs, "valid")] == expected
 
 
-def test_wikitext_2_is_not_wikitext_103_though_its_counts_are_alike(test_data, tmp_path, monkeypatch):
-    """Both corpora have the same articles in valid and test, but mask different words."""
-    stand_in(
-        monkeypatch,
-        "wikitext-103",
-        tokens={name: BENCHMARKS["wikitext-103"].tokens[name] for name in ("valid", "test")},
-        hashes={name: BENCHMARKS["wikitext-103"].hashes[name] for name in ("valid", "test")},
-    )
-    write(tmp_path, train__txt=TRAIN)
-    for name in ("valid.txt", "test.txt"):
-        shutil.copy(test_data / "wikitext-103" / name, tmp_path / name)
-    corpus = txl.open_corpus("wikitext-103", source=tmp_path, data_dir=tmp_path / "data", quiet=True)
-    assert [len(corpus.tokens(split)) for split in ("valid", "test")] == [217_646, 245_569]
-    shutil.copy(test_data / "wikitext-2" / "valid.txt", tmp_path / "valid.txt")
-    with pytest.raises(
-        UserError, match=r"not wikitext-103: the sha1 of .*valid\.txt is 0418625c.*published one is c326"
-    ):
-        txl.open_corpus("wikitext-103", source=tmp_path, data_dir=tmp_path / "data", quiet=True)
-
-
 def test_a_mismatch_says_by_how_much(test_data, tmp_path):
     folder = tmp_path / "ptb"
     shutil.copytree(test_data / "ptb", folder)
@@ -371,27 +351,6 @@ def test_lm1b_settings_that_do_not_go_are_refused(tmp_path, monkeypatch):
     (source / "1b_word_vocab.txt").unlink()
     with pytest.raises(UserError, match=r"no vocabulary file of lm1b is there"):
         txl.open_corpus("lm1b", source=source, data_dir=tmp_path / "data", quiet=True)
-
-
-def test_real_sentences_between_boundaries(test_data, tmp_path, monkeypatch):
-    """Boundary end: one token for each word and line end, and one more. Boundary both: two tokens for each line end."""
-    stand_in(monkeypatch, "lm1b")
-    source = tmp_path / "source"
-    source.mkdir()
-    text = (test_data / "lm1b" / "1b_benchmark.dev.tokens").read_bytes()
-    for name in ("train", "valid", "test"):
-        (source / f"{name}.txt").write_bytes(text)
-    frequent = dict.fromkeys(word for word, _ in Counter(text.decode().split()).most_common(5000))
-    (source / "1b_word_vocab.txt").write_text("\n".join(["<S>", "<UNK>", *frequent]), encoding="utf-8")
-    end, both = (
-        txl.open_corpus("lm1b", source=source, data_dir=tmp_path / "data", quiet=True, boundary=boundary)
-        for boundary in ("end", "both")
-    )
-    words, lines = len(text.split()), text.count(b"\n")
-    assert (words, lines) == (310_490, 12_216)
-    assert len(end.tokens("train")) == words + lines + 1
-    assert len(both.tokens("train")) == words + 2 * lines
-    assert end.info()["splits"]["train"]["unknown"] == sum(word not in frequent for word in text.decode().split())
 
 
 def test_a_public_corpus_in_another_models_vocabulary(tmp_path, monkeypatch):

@@ -46,11 +46,12 @@ def random_tokens(n: int, seed: int) -> Tensor:
     return torch.randint(V, (n,), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("compile", STEPS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_token_by_token_the_model_s_own_probabilities(variant, lengths, compile, dtype, tolerance):
+def test_token_by_token_the_model_s_own_probabilities(variant, lengths, compile):
+    # Both dtypes of the compiled step, each with some of the lengths.
+    dtype, tolerance = (torch.float32, 1e-5) if "clamp_len" in lengths else (torch.float64, 1e-10)
     model = lively(VARIANTS[variant], dtype)
     # Without a window, a prompt longer than memory depends on its segments; this prompt fits into memory.
     long_prompt = 4 if lengths.get("window") == "none" else 13
@@ -183,15 +184,6 @@ def test_chances_are_uniform_and_differ_by_seed_and_number():
     assert int(_mixed(torch.tensor(1234567))) % 2**64 == 6457827717110365317
 
 
-def test_a_model_in_training_is_read_without_dropout_and_stays_in_training():
-    model = lively(VARIANTS["post-norm"], torch.float32).train()
-    engine = DecodeEngine(model, mem_len=6, window=7)
-    text = drawn(engine, engine.join([1, 2], seed=1), 20)
-    assert model.training
-    other = DecodeEngine(model.eval(), mem_len=6, window=7)
-    assert drawn(other, other.join([1, 2], seed=1), 20) == text
-
-
 def test_what_the_documentation_shows(trained):
     text = (Path(__file__).parents[2] / "docs/how-to/generate.md").read_text(encoding="utf-8")
     block = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)[0]
@@ -209,12 +201,10 @@ def test_mistakes_are_named_in_one_line():
         DecodeEngine(model, dtype=torch.int8)
     with pytest.raises(UserError, match="window 9 needs"):
         DecodeEngine(model, mem_len=3, window=9)
-    shape = txl.preset("al-rfou-12L").model if "al-rfou-12L" in txl.presets() else None
-    if shape is not None:
-        with torch.device("meta"):
-            vanilla = txl.build_model(shape, 5)
-        with pytest.raises(UserError, match="needs a Transformer-XL"):
-            DecodeEngine(vanilla)
+    with torch.device("meta"):
+        vanilla = txl.build_model(txl.preset("al-rfou-12L").model, 5)
+    with pytest.raises(UserError, match="needs a Transformer-XL"):
+        DecodeEngine(vanilla)
     engine = DecodeEngine(model)
     with pytest.raises(UserError, match="the prompt is empty"):
         engine.join([])
@@ -256,6 +246,7 @@ CHANGES = {
     "another module": adapt,
     "another softmax": lambda model: setattr(model, "softmax", copy.deepcopy(model.softmax)),
     "moved": lambda model: model.double(),
+    "a hook": lambda model: model.layers[1].register_forward_hook(lambda *_: None),
 }
 
 
@@ -272,20 +263,6 @@ def test_whatever_is_replaced_in_the_model_is_noticed(change, compile):
         engine.step()
     with pytest.raises(UserError, match="weights have changed"):
         engine.advance()
-
-
-@pytest.mark.parametrize("dtype", [None, torch.float64])
-@pytest.mark.parametrize("compile", STEPS)
-def test_a_hook_added_later_is_noticed_by_a_converted_engine_too(compile, dtype):
-    model = lively(VARIANTS["post-norm"], torch.float32)
-    engine = DecodeEngine(model, compile=compile, dtype=dtype)
-    engine.join([1, 2])
-    engine.step()
-    handle = model.layers[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(UserError, match="a forward hook was added or removed"):
-        engine.step()
-    handle.remove()
-    assert engine.step().shape == (1,)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -345,12 +322,6 @@ def test_what_no_step_could_do_is_refused_by_join(join, message):
     if join.keys() & {"forbidden", "prompt", "seed"}:
         with pytest.raises(UserError, match=message):
             txl.generate_tokens(engine.model, **{"prompt": [1], "max_tokens": 1} | join)
-
-
-@pytest.mark.parametrize("settings", [{"top_k": 2.5}, {"top_k": "3"}, {"top_p": "1"}, {"temperature": None}])
-def test_sampling_of_other_kinds_is_refused(settings):
-    with pytest.raises(UserError, match=f"{next(iter(settings))} is .*; expected"):
-        Sampling(**settings)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])

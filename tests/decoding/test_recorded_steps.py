@@ -121,15 +121,6 @@ def test_a_token_is_waited_for_once(variant, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_without_compiling_no_cuda_graph_is_recorded(monkeypatch):
-    monkeypatch.setattr(Captured, "_record", lambda self: 1 / 0)
-    engine = DecodeEngine(lively(VARIANTS["post-norm"], torch.float32).cuda(), compile=False)
-    engine.join([1, 2])
-    assert engine.step().shape == (1,)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_cuda_graph_gives_the_model_s_own_probabilities():
     model = lively(VARIANTS["adaptive, narrower clusters"], torch.float32).cuda()
     ids = random_tokens(30, 9)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +38,15 @@ def unscored(monkeypatch):
         raise AssertionError("scored before it was refused")
 
     monkeypatch.setattr("txl.evaluation.sliding.losses_at_contexts", scored)
+
+
+def copied(run: Path, path: Path, section: str, **changes: Any) -> Path:
+    """Copy a run, and change its configuration."""
+    shutil.copytree(run, path)
+    config = json.loads((path / "config.json").read_text())
+    config[section] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def test_a_group_of_a_vanilla_and_a_recurrent_model(group, data_dir, story, capsys):
@@ -118,8 +129,7 @@ def test_a_model_is_held_at_the_most_that_it_reads(group, data_dir, story, tmp_p
 
 
 def test_distances_are_clamped_as_in_the_run_s_test(group, story, data_dir, tmp_path, capsys):
-    clamped = tmp_path / "clamped"
-    txl.Trainer(small_run(str(story), **{"eval.clamp_len": "3"}), clamped, data_dir=data_dir, quiet=True).fit()
+    clamped = copied(group / "recurrent", tmp_path / "clamped", "eval", clamp_len=3)
     words = [*recl(str(clamped), str(group / "vanilla")), "--data-dir", str(data_dir), "--json"]
     model, _ = txl.load(clamped)
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
@@ -143,9 +153,8 @@ def test_a_window_is_that_of_models_that_have_one(group, data_dir, story, capsys
     tokens = txl.open_corpus(str(story), data_dir=data_dir).tokens("test")
     settings = {"context": 24, "targets": spread_targets(len(tokens), 24, 30, 8)}
     windows: dict[str, Limit] = {"recurrent": 5, "vanilla": "none"}
-    for name, window in windows.items():
-        assert main([*words, "--window", "5"]) == 0, capsys.readouterr().err
-        (found,) = (each for each in json.loads(capsys.readouterr().out)["models"] if each["name"] == name)
+    assert main([*words, "--window", "5"]) == 0, capsys.readouterr().err
+    for found, (name, window) in zip(json.loads(capsys.readouterr().out)["models"], windows.items(), strict=True):
         model, _ = txl.load(group / name)
         losses = txl.losses_at_context(model, tokens, window=window, **settings)
         assert found["ppl"]["24"] == pytest.approx(losses.mean().exp().item())
@@ -234,6 +243,5 @@ def test_models_that_cannot_be_compared(group, data_dir, story, tmp_path, unscor
     assert main([*recl(vanilla, str(other), "--data.corpus", str(story)), *where]) == 0
     # The same text under another name is the same corpus.
     shutil.copy(story, tmp_path / "copy.txt")
-    same = tmp_path / "same"
-    txl.Trainer(small_run(str(tmp_path / "copy.txt")), same, data_dir=data_dir, quiet=True).fit()
+    same = copied(group / "recurrent", tmp_path / "same", "data", corpus=str(tmp_path / "copy.txt"))
     assert main([*recl(vanilla, str(same)), *where]) == 0

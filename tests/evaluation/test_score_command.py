@@ -88,16 +88,6 @@ def test_a_text_of_windows_is_scored_as_that_of_unix_and_that_is_said(unit, runs
         assert unescaped(row["token"]) == data[int(row["start"]) : int(row["end"])]
     assert f"without byte order marks (1) and with \\n for {ends} line ends \\r\\n" in told["windows"]
     assert "byte order mark" not in told["unix"]
-    assert "byte order mark" in told["raw"]
-    assert (f"{ends:,} \\r that the vocabulary lacks; normalise true reads it without" in told["raw"]) == (
-        unit == "char"
-    )
-
-
-def test_scores_say_how_much_is_unknown_and_what_that_does(runs, text, capsys):
-    for unit, expected in (("word", "whose spelling costs nothing"), ("char", "which training never saw")):
-        assert main(["score", str(runs / unit), str(text / "test.txt")]) == 0
-        assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("unit", UNITS)

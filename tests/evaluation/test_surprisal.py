@@ -64,17 +64,6 @@ def test_sliding_windows(kind):
     assert len(list(txl.surprisals(model, vocabulary, "ab", sliding=12))) == 2
 
 
-def test_sliding_windows_are_clamped():
-    model, vocabulary = model_of(**KINDS["transformer-xl"]), ByteVocabulary()
-    totals = {}
-    for clamp_len in (2, "none"):
-        rows = list(txl.surprisals(model, vocabulary, TEXT, sliding=12, clamp_len=clamp_len))
-        expected = txl.evaluate_sliding(model, vocabulary.encode(TEXT), context=12, clamp_len=clamp_len)
-        totals[clamp_len] = sum(bits(rows))
-        assert totals[clamp_len] == pytest.approx(expected.nll * expected.tokens / math.log(2), abs=1e-9)
-    assert totals[2] != pytest.approx(totals["none"], abs=1e-3)
-
-
 def test_temperature_and_cache():
     model, vocabulary = model_of(mem_len=6), ByteVocabulary()
     ids = vocabulary.encode(TEXT)

@@ -67,39 +67,10 @@ def test_another_memory_length_takes_the_window_with_it(run, tmp_path):
     assert lengths == {7: 7, 40: 40, 0: None}
 
 
-def test_txl_eval_of_the_run_and_of_its_reimport_print_the_same(run, data_dir, tmp_path, capsys):
-    export_run(run, tmp_path / "out", "huggingface")
-    import_run(tmp_path / "out", tmp_path / "again")
-    corpus = txl.RunConfig.from_dict(json.loads((run / "config.json").read_text())).data.corpus
-    rows = []
-    for path in (run, tmp_path / "again"):
-        capsys.readouterr()
-        words = [
-            "eval",
-            str(path),
-            "--data.corpus",
-            corpus,
-            "--data-dir",
-            str(data_dir),
-            "--batch",
-            "4",
-            "--segment",
-            "8",
-        ]
-        assert main([*words, "--json"]) == 0
-        rows.append(json.loads(capsys.readouterr().out))
-    assert rows[0]["nll"] == rows[1]["nll"]
-    assert (rows[0]["mem_len"], rows[0]["window"], rows[0]["clamp_len"]) == (16, 16, 9)
-    assert (rows[1]["mem_len"], rows[1]["window"], rows[1]["clamp_len"]) == (16, 16, 9)
-
-
 def test_plain_safetensors_are_weights_and_plain_json(run, tmp_path):
     export_run(run, tmp_path / "out", "safetensors")
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "vocabulary.json",
-    }
+    names = ["config.json", "model.safetensors", "vocabulary.json"]
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == names
     model, vocabulary = txl.load(run)
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert weights.keys() == model.state_dict().keys()
@@ -244,7 +215,7 @@ def test_tokens_of_the_vocabulary_that_are_named_like_padding_and_line_end():
 def test_a_run_without_a_vocabulary_is_exported_without_tokenizer(tmp_path, capsys):
     import_run(GOLDEN / "div-val-2.pt", tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "out")]) == 0
-    assert "no vocabulary: no tokenizer was written" in capsys.readouterr().out
+    assert "no vocabulary: none was written" in capsys.readouterr().out
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     import_run(tmp_path / "out", tmp_path / "again")
     (model, _), (again, _) = txl.load(tmp_path / "run"), txl.load(tmp_path / "again")

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,28 +89,20 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         if path.startswith("/api/models/org/model"):
-            if "/tree/" in path:
-                listing = [
-                    {"type": "file", "path": name, "size": len(data), "oid": "0"}
-                    for name, data in self.server.files.items()
-                ]
-                self.answer(200, json.dumps(listing).encode(), {"Content-Type": "application/json"})
-                return
             siblings = [{"rfilename": name} for name in [*self.server.files, "README.md", "tf_model.h5"]]
-            info = {"id": "org/model", "modelId": "org/model", "sha": COMMIT, "siblings": siblings, "private": False,
-                    "tags": [], "downloads": 0, "likes": 0}  # fmt: skip
-            self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
+            told: Any = {"id": "org/model", "modelId": "org/model", "sha": COMMIT, "siblings": siblings, "tags": []}
+            if "/tree/" in path:
+                files = self.server.files.items()
+                told = [{"type": "file", "path": name, "size": len(data), "oid": "0"} for name, data in files]
+            self.answer(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
             return
         name = path.rpartition("/")[2]
         content = self.server.files.get(name) if path.startswith("/org/model/resolve/") else None
         if content is None:
             self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
             return
-        headers = {
-            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
-            "X-Repo-Commit": COMMIT,
-            "Accept-Ranges": "bytes",
-        }
+        tag = f'"{hashlib.sha256(content).hexdigest()}"'
+        headers = {"ETag": tag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if self.command == "GET":
             self.server.requests[name] += 1
         asked = self.headers.get("Range")
@@ -169,10 +162,3 @@ def test_a_name_that_is_not_there_is_one_clear_line(tmp_path):
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     hub.shutdown()
-
-
-def test_a_hub_that_cannot_be_reached_is_one_clear_line(tmp_path):
-    done = run_import("org/model", "http://127.0.0.1:9", tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "run").exists()

@@ -22,6 +22,7 @@ from txl.interop import import_run as import_module
 from txl.interop.conversion import flip_clusters
 from txl.interop.import_run import import_run, read_source
 from txl.interop.tensorflow import source_of, tensorflow_prefix
+from txl.interop.vocabulary_files import read_vocabulary
 
 WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(27))]
 
@@ -91,9 +92,9 @@ def test_same_length_counts_the_query_in_addition_there(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attn_type": 2}, r"encoding type 2 \(Vaswani"),
-        ({"ext_len": 3}, "an extended context of 3"),
-        ({"sample_softmax": 9}, "a sampled softmax"),
+        ({"attn_type": 2}, "encoding type 2"),
+        ({"ext_len": 3}, "ext_len is 3"),
+        ({"sample_softmax": 9}, "sample_softmax is 9"),
         ({"dropout": None}, "dropout is None; expected a number"),
         ({"cutoffs": 5}, "cutoffs is 5; expected a list of whole numbers"),
         ({"cutoffs": torch.tensor([1, 2])}, "cutoffs is a tensor; expected a plain value"),
@@ -115,8 +116,8 @@ def test_what_cannot_be_imported_is_refused_by_name(changes, message, tmp_path, 
     ("name", "tensor", "message"),
     [
         ("word_emb.emb_layers.0.weight", torch.full((29, 12), torch.nan), "holds numbers that are not finite"),
-        ("crit.cluster_bias", torch.tensor(1.0), "is a single number"),
-        ("crit.out_layers_biases.0", torch.tensor(1.0), "is a single number"),
+        ("crit.cluster_bias", torch.tensor(1.0), "in 0 dimensions"),
+        ("crit.out_layers_biases.0", torch.tensor(1.0), "in 0 dimensions"),
     ],
 )
 def test_tensors_that_no_model_has_are_refused(name, tensor, message, tmp_path, monkeypatch):
@@ -174,9 +175,8 @@ def model_variables(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if name.startswith("transformer/") and "/Adam" not in name}
 
 
-def options_of(case: str) -> dict[str, Any]:
-    """Return options that the checkpoint does not contain. The golden losses were computed with PyTorch's epsilon."""
-    return {"mem_len": 8, "layer_norm_eps": 1e-5}
+# Options that the checkpoint does not contain. The golden losses were computed with PyTorch's epsilon.
+OPTIONS: dict[str, Any] = {"mem_len": 8, "layer_norm_eps": 1e-5}
 
 
 @pytest.mark.parametrize("untie_r", [False, True])
@@ -185,7 +185,7 @@ def test_tensorflow_s_variables_give_the_authors_losses(case, untie_r, tmp_path,
     source = source_of(model_variables(tensorflow_arrays(case, untie_r)), "model.ckpt")
     (tmp_path / "model.ckpt-5.index").write_bytes(b"")
     monkeypatch.setattr(import_module, "read_tensorflow", lambda prefix: source)
-    run, notes = import_run(tmp_path, tmp_path / "run", model_options=options_of(case))
+    run, notes = import_run(tmp_path, tmp_path / "run", model_options=OPTIONS)
     assert any("does not state memory" in note for note in notes)
     assert run.to_dict()["model"]["untie_r"] is untie_r
     model, _ = txl.load(tmp_path / "run")
@@ -237,8 +237,6 @@ def test_without_tensorflow_it_is_said_how_to_get_it(tmp_path, capsys, monkeypat
 
 def test_pickles_of_python_2_are_read(tmp_path):
     """The authors cached corpora in this form: protocol 2 with byte strings."""
-    from txl.interop.vocabularies import read_vocabulary
-
     words = b"".join(b"U" + bytes([len(word)]) + word.encode() for word in WORDS)
     program = (
         b"\x80\x02cdata_utils\nCorpus\n)\x81}U\x05vocabcvocabulary\nVocab\n)\x81}U\x07idx2sym](" + words + b"esbsb."
@@ -247,18 +245,11 @@ def test_pickles_of_python_2_are_read(tmp_path):
     assert len(read_vocabulary(tmp_path / "cache.pkl")) == 29
 
 
-@pytest.mark.parametrize(
-    ("symbols", "kind"),
-    [
-        (["32", "101", "10"], "byte"),
-        (["_", "e", "a"], "char"),
-        (["the", "<eos>", "<unk>"], "word"),
-        (["<S>", "x", "<UNK>"], "word"),
-    ],
-)
-def test_symbols_become_what_they_are(symbols, kind, tmp_path):
-    from txl.interop.vocabularies import read_vocabulary
+KINDS = {"byte": ["32", "101", "10"], "char": ["_", "e", "a"], "word": ["the", "<eos>", "<unk>"]}
 
+
+@pytest.mark.parametrize(("kind", "symbols"), [*KINDS.items(), ("word", ["<S>", "x", "<UNK>"])])
+def test_symbols_become_what_they_are(symbols, kind, tmp_path):
     (tmp_path / "vocab.pkl").write_bytes(pickle.dumps({"idx2sym": symbols}))
     (tmp_path / "vocab.txt").write_text("\n".join(symbols))
     vocabulary = read_vocabulary(tmp_path / "vocab.pkl")
@@ -274,28 +265,14 @@ def test_symbols_become_what_they_are(symbols, kind, tmp_path):
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b'{"a": 5}', b"a\nb\n", b"\x80\x02]."])
 def test_what_is_no_vocabulary_is_refused(content, tmp_path, capsys):
     (tmp_path / "vocab").write_bytes(content)
-    words = [
-        "import",
-        str(GOLDEN / "plain.pt"),
-        "--out",
-        str(tmp_path / "run"),
-        "--vocabulary",
-        str(tmp_path / "vocab"),
-    ]
-    assert main(words) == 2
+    words = ["import", str(GOLDEN / "plain.pt"), "--out", str(tmp_path / "run")]
+    assert main([*words, "--vocabulary", str(tmp_path / "vocab")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 def test_a_vocabulary_of_another_size_is_refused(tmp_path, capsys):
     (tmp_path / "vocab.txt").write_text("<eos>\n<unk>\nx\n")
-    words = [
-        "import",
-        str(GOLDEN / "plain.pt"),
-        "--out",
-        str(tmp_path / "run"),
-        "--vocabulary",
-        str(tmp_path / "vocab.txt"),
-    ]
-    assert main(words) == 2
+    words = ["import", str(GOLDEN / "plain.pt"), "--out", str(tmp_path / "run")]
+    assert main([*words, "--vocabulary", str(tmp_path / "vocab.txt")]) == 2
     assert "the vocabulary has 3 symbols, the checkpoint 29" in capsys.readouterr().err

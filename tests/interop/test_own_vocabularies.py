@@ -18,7 +18,7 @@ from txl.cli import main
 from txl.data.vocabularies import vocabulary_from_json
 from txl.errors import UserError
 from txl.interop.import_run import import_run
-from txl.interop.vocabularies import read_vocabulary, vocabulary_of
+from txl.interop.vocabulary_files import read_vocabulary, vocabulary_of
 from txl.serving.service import Served, Service
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -149,7 +149,7 @@ def test_what_is_lacking_is_named_where_no_symbol_stands_for_it(pickled, tmp_pat
 
 
 def test_symbols_that_cannot_be_read_are_refused_by_name():
-    with pytest.raises(UserError, match=r"vocab.pkl: its delimiter is '\\t'; only words between white space"):
+    with pytest.raises(UserError, match=r"vocab.pkl: its delimiter is '\\t'"):
         vocabulary_of(["<eos>", "New York"], "vocab.pkl", delimiter="\t")
     with pytest.raises(UserError, match="its symbols are characters"):
         vocabulary_of(["<eos>", "ab"], "vocab.pkl", delimiter="")

@@ -23,7 +23,7 @@ from txl.cli import main
 from txl.data.bpe import byte_symbols
 from txl.errors import UserError
 from txl.interop.import_run import import_run
-from txl.interop.vocabularies import read_vocabulary, vocabulary_from
+from txl.interop.vocabulary_files import read_vocabulary, vocabulary_from
 
 WORDS = ["<eos>", "<unk>", *(f"w{number}" for number in range(27))]
 """Words of `model_files`, which has as many rows."""

@@ -13,7 +13,6 @@ import txl_lab.speed.budget as budget
 from txl.cli import main
 from txl.config import RunConfig, validate
 from txl.errors import UserError
-from txl.training.estimate import estimate
 from txl_lab.speed.budget import LiveBytes, longest_segment, peak_bytes, with_segment
 
 V = 97
@@ -161,27 +160,3 @@ def test_mistakes_are_one_line(words, message, capsys):
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert len([line for line in lines if line.startswith("txl: error")]) == 1
-
-
-SHAPE = {
-    "model.n_layer": "4", "model.d_model": "128", "model.n_head": "4", "model.d_head": "32", "model.d_inner": "512",
-    "model.dropatt": "0", "model.mem_len": "128", "train.segment": "128", "train.batch_size": "8",
-}  # fmt: skip
-ABSOLUTE = NO_MEMORY | {"model.encoding": "learned", "model.max_segment": "128"}
-AUXILIARY = ABSOLUTE | {"model.layer_losses": "true", "model.n_target": "2"}
-
-
-@pytest.mark.parametrize(
-    ("changes", "vocab_size"),
-    [
-        ({"train.loss": "half"}, 4096),
-        ({"model.encoding": "shaw", "model.max_distance": "255"}, 256),
-        (ABSOLUTE, 256),
-        (AUXILIARY, 256),
-        (AUXILIARY, 4096),
-        (AUXILIARY | {"train.loss": "half"}, 4096),
-    ],
-)
-def test_what_dry_run_estimates_is_about_what_is_measured(changes, vocab_size):
-    run = a_run(**(SHAPE | changes))
-    assert estimate(run, vocab_size).total_bytes == pytest.approx(peak_bytes(run, vocab_size), rel=0.2)

@@ -11,7 +11,7 @@ from tests.models.test_contract_of_all import MODELS, built
 
 import txl
 from txl.errors import UserError
-from txl.evaluation.cache_tuning import tune_cache
+from txl.evaluation.tuning import tune_cache
 from txl.models import cache as cache_module
 from txl.models.cache import ContinuousCache
 

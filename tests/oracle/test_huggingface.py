@@ -20,8 +20,8 @@ import torch
 import txl
 from txl.errors import UserError
 from txl.generation.text import Sampling
-from txl.interop.import_run import import_run, read_source
-from txl.interop.vocabularies import read_vocabulary
+from txl.interop.import_run import import_run
+from txl.interop.vocabulary_files import read_vocabulary
 
 transformers = pytest.importorskip("transformers", reason="make oracle installs transformers 4.37.2 for these tests")
 if transformers.__version__ != "4.37.2":
@@ -29,9 +29,7 @@ if transformers.__version__ != "4.37.2":
 
 from transformers.models.deprecated.transfo_xl import (  # pyright: ignore[reportMissingImports]
     TransfoXLConfig,
-    TransfoXLForSequenceClassification,
     TransfoXLLMHeadModel,
-    TransfoXLModel,
     TransfoXLTokenizer,
 )
 
@@ -154,34 +152,10 @@ def test_tensors_that_the_file_leaves_out_are_the_shared_ones(tmp_path):
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_a_vocabulary_beside_the_weights_is_found(tmp_path):
-    folder = save(make("no cutoffs"), tmp_path / "theirs", True)
-    words = ["<eos>", "<unk>", *(f"word{number}" for number in range(VOCABULARY - 2))]
-    attributes = {
-        "counter": Counter(words),
-        "special": ["<eos>"],
-        "idx2sym": words,
-        "sym2idx": OrderedDict((word, number) for number, word in enumerate(words)),
-        "lower_case": False,
-        "unk_idx": 1,
-    }
-    (folder / "vocab.pkl").write_bytes(pickle.dumps(attributes))
-    import_run(folder, tmp_path / "pickled")
-    vocabulary = txl.load(tmp_path / "pickled")[1]
-    assert vocabulary is not None
-    assert vocabulary.encode("word3 strange\n").tolist() == [5, 1, 0]
-    (folder / "vocab.pkl").unlink()
-    torch.save(attributes, folder / "vocab.bin")
-    import_run(folder, tmp_path / "saved")
-    assert txl.load(tmp_path / "saved")[1] == vocabulary
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"attn_type": 1}, "encoding type 1"),
-        ({"ext_len": 4}, "an extended context of 4"),
-        ({"sample_softmax": 20}, "a sampled softmax"),
         ({"vocab_size": 51}, "config.json says 51 tokens, the weights have 50"),
         ({"d_inner": 41}, "model.d_inner 41: the checkpoint's tensors say 40"),
     ],
@@ -193,17 +167,6 @@ def test_what_cannot_be_imported_is_refused_by_name(changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
         import_run(folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
-
-
-def test_files_that_are_missing_or_damaged_are_named(tmp_path):
-    folder = save(make("no cutoffs"), tmp_path / "theirs", True)
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UserError, match=r"model.safetensors: damaged"):
-        read_source(folder)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no weights there; expected model.safetensors or pytorch_model.bin"):
-        read_source(folder)
 
 
 TEXT = "the cat sat on the mat . <formula> the dog saw strange things and the cat"
@@ -253,24 +216,6 @@ def test_a_directory_with_the_library_s_own_tokenizer_gives_its_ids_and_losses(k
         expected, _ = their_log_probs(model, tokens[:, :-1], [each[:, :1] for each in cold(model)])
     expected = -expected.gather(-1, tokens[:, 1:, None]).squeeze(-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_added_tokens_without_weights_are_noted(tmp_path, monkeypatch):
-    """The class adds `<formula>` by itself, also to the tokenizer of a model that has no row for it."""
-    tokenizer = saved_tokenizer(tmp_path / "theirs", monkeypatch, [])
-    save(
-        TransfoXLLMHeadModel(TransfoXLConfig(**(BASE | {"vocab_size": len(tokenizer) - 1}))), tmp_path / "theirs", True
-    )
-    _, notes = import_run(tmp_path / "theirs", tmp_path / "ours")
-    assert notes == ["added tokens for which the model has no weights are left out: <formula>"]
-    assert len(txl.load(tmp_path / "ours")[1] or ()) == len(tokenizer) - 1
-
-
-@pytest.mark.parametrize("kind", [TransfoXLModel, TransfoXLForSequenceClassification])
-def test_models_without_an_output_layer_are_refused_for_that_reason(kind, tmp_path):
-    folder = save(kind(TransfoXLConfig(**BASE)), tmp_path / "theirs", True)
-    with pytest.raises(UserError, match=f"Hugging Face's {kind.__name__}: the output layer is missing"):
-        import_run(folder, tmp_path / "ours")
 
 
 def test_nvidia_s_vocabulary_of_a_gpt2_tokenizer_gives_its_ids(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import torch
 tensorflow = pytest.importorskip("tensorflow", reason="make oracle-tensorflow installs TensorFlow for these tests")
 
 import txl
-from tests.interop.test_nvidia_and_tensorflow import TENSORFLOW_CASES, options_of, tensorflow_arrays
+from tests.interop.test_nvidia_and_tensorflow import OPTIONS, TENSORFLOW_CASES, tensorflow_arrays
 from tests.interop.test_original import EXPECTED, losses
 from txl.errors import UserError
 from txl.interop.import_run import import_run, read_source
@@ -28,7 +28,7 @@ def save(case: str, folder, untie_r: bool = False) -> None:
 @pytest.mark.parametrize("case", TENSORFLOW_CASES)
 def test_every_token_has_the_authors_loss(case, untie_r, tmp_path):
     save(case, tmp_path, untie_r)
-    import_run(tmp_path, tmp_path / "run", model_options=options_of(case))
+    import_run(tmp_path, tmp_path / "run", model_options=OPTIONS)
     model, _ = txl.load(tmp_path / "run")
     found = losses(model, torch.tensor(EXPECTED[case]["tokens"]))
     torch.testing.assert_close(found, torch.tensor(EXPECTED[case]["losses"]), rtol=0, atol=1e-5)

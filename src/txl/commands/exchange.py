@@ -62,9 +62,8 @@ def run_import(arguments: argparse.Namespace) -> None:
     check_corpus(arguments.corpus)
     check_new_directory(out)
     from txl.data.corpora import with_absolute_paths
-    from txl.interop.import_run import import_run
-    from txl.interop.source import checkpoint_path
-    from txl.interop.vocabularies import read_vocabulary
+    from txl.interop.import_run import checkpoint_path, import_run
+    from txl.interop.vocabulary_files import read_vocabulary
 
     path = checkpoint_path(arguments.path, quiet=arguments.json)
     vocabulary = None if arguments.vocabulary is None else read_vocabulary(Path(arguments.vocabulary))

@@ -65,7 +65,7 @@ def with_preset(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments, with the settings of `--dynamic-preset` for options that are not given."""
     if arguments.dynamic_preset is None:
         return arguments
-    from txl.evaluation.dynamic_tuning import PUBLISHED
+    from txl.evaluation.tuning import PUBLISHED
 
     preset = PUBLISHED.get(arguments.dynamic_preset)
     if preset is None:

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
     has_mark = path is not None and next(Piece(path, 0, len(_MARK)).blocks(), b"") == _MARK
     for note in (
         None if path is None else reading_note([path], vocabulary.kind),
-        line_end_note(total, has_mark, normalise, vocabulary.kind),
+        line_end_note(total, has_mark, normalise),
         unknown_note(lacking, total.unknown, total.tokens, "the text", trained_unknown(run_directory)),
         *lacking.notes("the text"),
     ):

@@ -86,8 +86,8 @@ def run_dynamic(arguments: argparse.Namespace) -> None:
         raise UserError(field="tune_tokens", value=arguments.tune_tokens, expected="2 or more")
     directory, config, checkpoint = options.run_to_read(arguments)
     from txl.evaluation.dynamic import adapt_with
-    from txl.evaluation.dynamic_tuning import DECAYS, tune_dynamic_with
     from txl.evaluation.perplexity import evaluate_with
+    from txl.evaluation.tuning import DECAYS, tune_dynamic_with
 
     adaptation = measuring.adaptation_of(arguments, learning_rate=0.0)
     settings = measuring.evaluation_settings(arguments, config, batch_size=1)
@@ -135,8 +135,8 @@ def run_cache(arguments: argparse.Namespace) -> None:
     """Tune the cache, measure with and without it, print the results, and add them to the run's log."""
     _refuse_tuned_split(arguments)
     directory, config, checkpoint = options.run_to_read(arguments)
-    from txl.evaluation.cache_tuning import LAMBDAS, tune_cache_with
     from txl.evaluation.perplexity import evaluate_with
+    from txl.evaluation.tuning import LAMBDAS, tune_cache_with
 
     settings = measuring.evaluation_settings(arguments, config, config.eval.batch_size)
     model, vocabulary = directory.load(checkpoint, device=options.pick_device(arguments.device))

@@ -24,9 +24,7 @@ _FORMATS = {
     rb"\xfd7zXZ\0": ("xz data", _DECOMPRESS),
     rb"(\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)": ("zstd data", _DECOMPRESS),
     rb"\x04\x22\x4d\x18": ("lz4 data", "decompress it"),
-    rb"7z\xbc\xaf": ("a 7z archive", "unpack it"),
-    rb"Rar!\x1a": ("a RAR archive", "unpack it"),
-    rb".{257}ustar": ("a tar archive", "unpack it"),
+    rb"(7z\xbc\xaf|Rar!\x1a|.{257}ustar)": ("an archive (7z, RAR or tar)", "unpack it"),
     rb"PK(\x03\x04|\x05\x06)": ("a ZIP file (.docx, .xlsx, .epub, .npz and .pt too)", "unpack it, or save it as text"),
     rb"%PDF-": ("a PDF", "pdftotext makes a text of it"),
     rb"\xd0\xcf\x11\xe0": ("an old Office document", "save it as text"),
@@ -34,17 +32,14 @@ _FORMATS = {
     rb"(\xff\xfe|\xfe\xff)": ("UTF-16", "UTF-16"),
     rb"([\t\n\r -~]\0){8}": ("UTF-16", "UTF-16LE"),  # without its mark
     rb"(\0[\t\n\r -~]){8}": ("UTF-16", "UTF-16BE"),
-    rb"\x93NUMPY": ("a NumPy array", _TEXT),
-    rb"PAR1": ("Parquet data", _TEXT),
-    rb"ARROW1": ("Arrow data", _TEXT),
-    rb"\x89HDF": ("HDF5 data", _TEXT),
-    rb"SQLite format 3\0": ("an SQLite database", _TEXT),
-    rb"\x80[\x02-\x05]": ("a Python pickle (as an old .pt file is)", _TEXT),
-    rb".{6}\0\0\{\"": ("a safetensors file", _TEXT),
-    rb"GGUF": ("a GGUF file", _TEXT),
-    rb"(\x89PNG|\xff\xd8\xff|GIF8|RIFF....WEBP)": ("an image", _TEXT),
-    rb"(RIFF....WAVE|ID3|OggS|fLaC|MThd)": ("sound or music", _TEXT),
-    rb"(RIFF....AVI|....ftyp|\x1a\x45\xdf\xa3)": ("a video", _TEXT),
+    rb"(\x93NUMPY|PAR1|ARROW1|\x89HDF|SQLite format 3\0|\x80[\x02-\x05]|.{6}\0\0\{\"|GGUF)": (
+        "binary data (NumPy, Parquet, Arrow, HDF5, SQLite, pickle, safetensors or GGUF)",
+        _TEXT,
+    ),
+    rb"(\x89PNG|\xff\xd8\xff|GIF8|RIFF....(WEBP|WAVE|AVI)|ID3|OggS|fLaC|MThd|....ftyp|\x1a\x45\xdf\xa3)": (
+        "a recording (an image, sound, music or a video)",
+        _TEXT,
+    ),
 }
 
 

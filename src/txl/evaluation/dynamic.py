@@ -13,9 +13,8 @@ With theta_0 the trained weights, eta the learning rate and lambda the decay, th
 
 where, element by element, G is the square root of the mean of g² over segments of the training split, and r is the
 square root of the sum. D is G divided by the average of all tensors' mean G. "mean" is the rule of Krause et al. 2018
-(arXiv 1709.07432, Section 4 and their code); "sum" is the rule in the code of Krause et al. 2019 (arXiv 1904.08378),
-which gave the best published results of Transformer-XL. The hyper-parameters of "mean" and "sum" have different scales,
-and only "mean" limits the decay.
+(arXiv 1709.07432, Section 4 and their code), "sum" that in the code of Krause et al. 2019 (arXiv 1904.08378), with
+hyper-parameters of another scale.
 
 Shapes: B lanes, T tokens of a segment.
 """
@@ -162,13 +161,9 @@ class AdaptingModel:
     ) -> tuple[Float[Tensor, "B T"], State]:
         """Score each target with the current weights, then update the weights by the gradient of the mean loss.
 
-        Args:
-            tokens, targets: input tokens and the tokens that follow them; all lanes share the weights.
-            state: state before the segment, as for `LanguageModel.nll`; `self.model.init_state` makes the first one.
-            counted: mask of the targets in the mean loss of the update; None: all.
-
-        Returns:
-            the loss of each target in nats and the next state, both without gradient.
+        All lanes share the weights. `self.model.init_state` makes the first state. Only `counted` targets (None: all)
+        are in the mean loss of the update. Returns the loss of each target in nats and the next state, both without
+        gradient.
         """
         scored, gradients, state = self._gradients(tokens, targets, state, counted)
         if not gradients:
@@ -250,14 +245,11 @@ def gradient_statistics(
     """Sum squared gradients, which rms needs, over the first segments of a training split in their order.
 
     Args:
-        model: trained model; it is not changed.
-        tokens: tokens of the training split, or any one-dimensional array of token ids.
         weights: choice of the weights that will adapt, one of `AdaptedWeights`.
         segments: number of segments to read; None, or more than the split has: all. Krause et al. read all segments in
             100 lanes in 2018, and one in 5,000 in a single lane in 2019.
-        segment, mem_len, window, clamp_len, batch_size, dtype, temperature: settings of the evaluation that will use
-            the statistics.
-        progress: called with the number of targets read so far and their total number.
+        model, tokens, segment, mem_len, window, clamp_len, batch_size, dtype, temperature, progress: as for
+            `txl.evaluate`, with the settings of the evaluation that will use the statistics.
     """
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, dtype=dtype, temperature=temperature)
     if segments is not None and segments < 1:
@@ -312,9 +304,7 @@ def evaluate_dynamically(
             different algorithm than the published one.
         mem_len, window, clamp_len, max_tokens, exhaustive, dtype, temperature, progress: as for `txl.evaluate`.
 
-    Returns:
-        the result as from `txl.evaluate`, with the adaptation in `dynamic`. The loss is not a number if the weights
-        diverged.
+    The adaptation is in the result's `dynamic`. The loss is not a number if the weights diverged.
     """
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, max_tokens, exhaustive, dtype, temperature)
     return adapt_with(model, tokens, adaptation, statistics, settings, progress)

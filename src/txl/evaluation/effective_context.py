@@ -38,7 +38,6 @@ def relative_effective_context_length(
     or the largest measured length if no c qualifies. All models share one baseline, so the result depends on the group.
 
     Args:
-        losses: losses of all models, at the same lengths and targets.
         r: fraction of the targets to compare at each c, taken from the targets with the largest b(c,t).
         threshold: least relative gain in perplexity that counts; 0.01 in the paper.
         longest: upper limits of the result by model, or None: the most tokens that a model reads at once, if its losses

@@ -37,10 +37,10 @@ def evaluate(
         model: any language model; it is evaluated without dropout, and may be trained at the same time.
         tokens: tokens of a split, or any one-dimensional array or tensor of token ids.
         segment: number of tokens T of each lane in one step; with a window it does not change the result.
-        mem_len: number of memory positions; None: the model's configuration.
+        mem_len: number of memory positions.
         window: number of keys that a query attends to. None: `mem_len` if given ("none" if that is 0), as the authors'
             `same_length`, otherwise the model's configuration. "none": all keys in memory and segment.
-        clamp_len: largest distance that the model tells apart; None: the model's configuration; "none": no clamp.
+        clamp_len: largest distance that the model tells apart; "none": no clamp.
         batch_size: number of lanes B.
         max_tokens: number of tokens to read from the beginning of the stream; None: all.
         exhaustive: also score the targets that the lanes would drop.
@@ -50,7 +50,6 @@ def evaluate(
         progress: called with the number of this process's targets scored so far and their total number.
         processes: processes that evaluate together, each a part of the lanes; all processes return the whole result.
     """
-    # The keywords become one value here; everything below passes the value on.
     settings = Settings(segment, mem_len, window, clamp_len, batch_size, max_tokens, exhaustive, dtype, temperature)
     return evaluate_with(model, tokens, settings, progress, processes)
 

@@ -50,12 +50,7 @@ def evaluate_sliding(
     """Return the mean loss of a model over a stream, each target predicted from the `context` tokens before it.
 
     The first `context` targets are predicted from the fewer tokens before them. Every token except the first is a
-    target. Memory is not used.
-
-    Args:
-        context: window length L in tokens.
-        batch_size: number of windows B computed at once.
-        model, tokens, max_tokens, clamp_len, dtype, temperature, progress: as for `txl.evaluate`.
+    target. Memory is not used. `batch_size` windows are computed at once; other arguments as for `txl.evaluate`.
     """
     settings = Settings(1, None, None, clamp_len, batch_size, max_tokens, True, dtype, temperature)
     return evaluate_sliding_with(model, tokens, context, settings, progress)
@@ -101,8 +96,7 @@ def losses_at_context(
     """Return l(c,t) = -log P(x_t | x_{t-1}, ..., x_{t-c}) in nats for chosen targets, on the CPU (Appendix C).
 
     For each target, the model reads exactly `context` tokens, starting with empty memory. A model with memory therefore
-    sees no more than a model without: memory filled earlier would pass on information from tokens beyond the context,
-    layer by layer. Each target costs reading `context` tokens.
+    sees no more than a model without: memory filled earlier would pass on information from tokens beyond the context.
 
     Args:
         model, tokens, clamp_len, dtype: as for `txl.evaluate`.
@@ -111,8 +105,7 @@ def losses_at_context(
             compare.
         batch_size: number of windows computed at once.
         window: number of keys that each of the `context` tokens attends to, itself included, for a Transformer-XL;
-            "none": all; None: the model's configuration. Tokens before the window have an influence through several
-            layers.
+            "none": all; None: the model's configuration.
         progress: called with the number of tokens read so far and their total number.
     """
     settings = _windowed(context, window, clamp_len, batch_size, dtype)

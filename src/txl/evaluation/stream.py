@@ -193,15 +193,8 @@ def read_lanes(
     """Read a text in lanes, and return the mean of the losses that a step computes.
 
     Every evaluation in lanes is a step of this loop: fixed weights (`evaluate`), weights that adapt, a grid of caches,
-    sums of squared gradients, attention.
-
-    Args:
-        model: model that reads, in the mode in which the step uses it; it makes the state of the lanes.
-        tokens, settings: what is read, and how.
-        step: function that reads a segment; the sum of its losses is the result's.
-        segments: number of segments of each lane to read; None: all.
-        progress: called with the number of this process's targets scored so far and their total number.
-        processes: processes that read together, each a part of the lanes; all processes return the whole result.
+    sums of squared gradients, attention. `segments` limits the number of segments of each lane that are read;
+    `progress` and `processes` are as in `evaluate`.
     """
     start = time.perf_counter()
     ids = checked_ids(tokens, settings.max_tokens)

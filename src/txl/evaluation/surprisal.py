@@ -110,9 +110,8 @@ def surprisals(
     before = vocabulary.encode(prompt) if prompt else ()
     tokens = (LocatedToken(int(token), -1, -1, None, False, b"") for token in before)
     view = evaluation_view(model)
-    read = _read if sliding is None else _slide
-    scored = read(view, chain(tokens, _located(text, vocabulary, normalise)), settings.init_state(view, 1), settings)
-    return _rows(scored, vocabulary)
+    tokens, state = chain(tokens, _located(text, vocabulary, normalise)), settings.init_state(view, 1)
+    return _rows(_scored(view, tokens, state, settings, sliding is not None), vocabulary)
 
 
 def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bool | None) -> Iterator[LocatedToken]:
@@ -131,50 +130,43 @@ def _located(text: str | Path | IO[bytes], vocabulary: Vocabulary, normalise: bo
     yield from tokens
 
 
-# Gradients are disabled segment by segment, not around the loops: the caller's code runs between two rows.
-
-
-def _read(view: LanguageModel, tokens: Iterator[LocatedToken], state: State, settings: Settings) -> Iterator[_Scored]:
-    """Score tokens as `txl.evaluate` does with one lane."""
+def _scored(
+    view: LanguageModel, tokens: Iterator[LocatedToken], state: State, settings: Settings, slides: bool
+) -> Iterator[_Scored]:
+    """Score tokens as `txl.evaluate` does with one lane, or `txl.evaluate_sliding` with windows of `segment` tokens."""
     device, step = next(view.parameters()).device, nll_step(view, settings.temperature)
-    last = next(tokens)
-    yield last, None, 0, 0
-    n_read = 0
-    while targets := list(islice(tokens, settings.segment)):
-        # A window includes the query's own key; what is left of it lies in the segment and then in memory.
-        window, held = state.lengths.window or math.inf, state.length
-        ids = torch.tensor([[last.id, *(token.id for token in targets)]])
-        check_ids(ids, view.vocab_size)
-        ids = ids.to(device)
-        with without_gradients(device, settings.dtype):
-            nll, state = step(ids[:, :-1], ids[:, 1:], state, torch.ones_like(ids[:, 1:], dtype=torch.bool))
-        for place, (token, loss) in enumerate(zip(targets, nll[0].double().tolist(), strict=True), start=1):
-            if held is None:  # a recurrent state has no positions: it may hold something of every token
-                yield token, loss, 0, n_read + place
-            else:
-                n_key = int(min(window, held + place))
-                yield token, loss, max(0, n_key - place), n_key
-        last, n_read = targets[-1], n_read + len(targets)
-
-
-def _slide(view: LanguageModel, tokens: Iterator[LocatedToken], empty: State, settings: Settings) -> Iterator[_Scored]:
-    """Score tokens as `txl.evaluate_sliding` does: the first `context` targets have fewer tokens before them."""
-    device, context = next(view.parameters()).device, settings.segment
     first = next(tokens)
     yield first, None, 0, 0
-    # The first `context` targets share one window, the beginning of the text.
-    ids, n_most = [first.id], context
+    # If the window slides, the first targets share one window, the beginning of the text.
+    ids, n_read, n_most = [first.id], 0, settings.segment
     while targets := list(islice(tokens, n_most)):
-        ids = ids[-context:] + [token.id for token in targets]
+        ids = ids[-settings.segment if slides else -1 :] + [token.id for token in targets]
         check_ids(torch.tensor(ids), view.vocab_size)
-        places = np.arange(len(ids) - len(targets), len(ids))
+        place = len(ids) - len(targets)
+        # Gradients are disabled segment by segment, not around the loop: the caller's code runs between two rows.
         with without_gradients(device, settings.dtype):
-            windows = window_losses(view, np.array(ids, dtype=np.int64), places, [context], settings, empty)
-            losses = torch.cat([losses for _, losses, _ in windows]).tolist()
-        for token, loss, place in zip(targets, losses, places.tolist(), strict=True):
-            yield token, loss, 0, min(place, context)
-        # Some batches at a time, so that memory does not grow with the text.
-        n_most = 4 * WINDOWS
+            if slides:
+                chosen = np.arange(place, len(ids))
+                windows = window_losses(
+                    view, np.array(ids, dtype=np.int64), chosen, [settings.segment], settings, state
+                )
+                losses = torch.cat([losses for _, losses, _ in windows]).tolist()
+                seen = [(0, min(at, settings.segment)) for at in chosen.tolist()]
+                n_most = 4 * WINDOWS  # some batches at a time, so that memory does not grow with the text
+            else:
+                # A recurrent state may hold something of every token.
+                seen = [(0, n_read + at) for at in range(1, len(targets) + 1)]
+                if state.length is not None:
+                    # A window includes the query's own key; what is left of it lies in the segment and then in memory.
+                    window = state.lengths.window or math.inf
+                    keys = [int(min(window, state.length + at)) for at in range(1, len(targets) + 1)]
+                    seen = [(max(0, count - at), count) for at, count in enumerate(keys, start=1)]
+                both = torch.tensor([ids], device=device)
+                nll, state = step(both[:, :-1], both[:, 1:], state, torch.ones_like(both[:, 1:], dtype=torch.bool))
+                losses = nll[0].double().tolist()
+        for token, loss, (memory, context) in zip(targets, losses, seen, strict=True):
+            yield token, loss, memory, context
+        n_read += len(targets)
 
 
 def _rows(scored: Iterator[_Scored], vocabulary: Vocabulary) -> Iterator[TokenSurprisal]:
@@ -210,9 +202,7 @@ class TextTotals:
     scored: int = 0  # tokens that have a surprisal
     bits: float = 0.0  # sum of the surprisals
     unknown: int = 0
-    line_ends: int = 0  # \\r\\n inside a token, which were each read as one line end
-    returns: int = 0  # \\r that are tokens of their own and unknown
-    first_unknown: bool = False
+    line_ends: int = 0  # \r\n inside a token, which were each read as one line end
 
     def add(self, row: TokenSurprisal) -> None:
         """Count one more token."""
@@ -221,28 +211,15 @@ class TextTotals:
             self.bits, self.scored = self.bits + row.surprisal, self.scored + 1
         self.unknown += row.unknown
         self.line_ends += row.text.count(b"\r\n")
-        self.returns += row.unknown and row.text == b"\r"
-        self.first_unknown |= row.unknown and row.index == 0
 
 
-def line_end_note(total: TextTotals, has_mark: bool, normalise: bool, kind: str) -> str | None:
-    """Return a note on the treatment of a text's byte order mark and \\r\\n; None if it makes no difference.
-
-    `normalise` says whether they were left out and read as one line end; `kind` is the vocabulary's.
-    """
-    if normalise:
-        told = normalised_note("the text", int(has_mark), total.line_ends)
-        return None if told is None else f"{told} (normalise false reads it as it is)"
-    has_mark = has_mark and (kind == "bpe" or total.first_unknown)
-    if kind == "byte" or not (has_mark or total.returns):
-        return None
-    parts = ["a byte order mark"] * has_mark
-    parts += [f"{total.returns:,} \\r that the vocabulary lacks"] * (total.returns > 0)
-    return f"the text has {' and '.join(parts)}; normalise true reads it without"
+def line_end_note(total: TextTotals, has_mark: bool, normalise: bool) -> str | None:
+    """Return a note on a text's byte order mark and \\r\\n that were not read as they are; None without any."""
+    told = normalised_note("the text", int(has_mark), total.line_ends) if normalise else None
+    return None if told is None else f"{told} (normalise false reads it as it is)"
 
 
 def _cells(row: TokenSurprisal) -> dict[str, Any]:
-    """Return the values of a row of the table by column."""
     cells = {name: escaped(row.text) if name == "token" else getattr(row, name) for name in COLUMNS}
     for name in ("surprisal", "word_surprisal"):
         if cells[name] is not None:

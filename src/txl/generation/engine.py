@@ -82,9 +82,9 @@ class StreamState:
 class DecodeEngine:
     """Decoder with fixed weights. Streams join and leave while other streams continue.
 
-    A stream's text depends on its prompt, seed and sampling alone. With the compiled step (a CPU with a C++ compiler)
-    this holds to the last bit in engines of any size. Without the compiled step, it holds to the last bit in engines of
-    the same size and for the same slot; on a GPU, up to rounding.
+    A stream's text depends on its prompt, seed and sampling alone: with the compiled step (a CPU with a C++ compiler)
+    to the last bit in engines of any size; without, in engines of the same size and for the same slot; on a GPU, up to
+    rounding.
 
     The model may be trained or used elsewhere at the same time: the engine reads without dropout and does not change
     the model's mode. If the model has forward hooks or foreign modules (LoRA), the engine calls the model's modules for
@@ -97,8 +97,7 @@ class DecodeEngine:
         dtype: dtype of weights, keys and values; None: the model's own. With another dtype, the engine holds a copy of
             the weights, converted once.
         compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: a step of PyTorch's operations, each
-            of which the compiled library may still compute (`txl.native.build.compiled_code` forbids it). If the
-            library is not available, a warning is logged once.
+            of which the compiled library may still compute (`txl.native.build.compiled_code` forbids it).
         mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
     """
 
@@ -192,16 +191,13 @@ class DecodeEngine:
         sampling: Sampling | None = None,
         forbidden: Sequence[int] = (),
     ) -> Stream:
-        """Start a stream that continues from a reading or a saved state, which several streams may share.
+        """Start a stream that continues from a finished reading or a saved state, which several streams may share.
 
-        Args:
-            read: a finished reading or a saved state, of at least one token.
-            seed, sampling, forbidden: as in `join`.
-            drawn: number of tokens drawn with this seed before; the stream continues the seed's sequence of draws.
+        `drawn` tokens were drawn with this seed before: the stream continues the seed's sequence of draws.
 
         Raises:
-            UserError: if all places are taken, `read` has no tokens or is not finished, or comes from an engine with
-                other lengths that lacks positions which are seen here.
+            UserError: if all places are taken, or `read` has no tokens, is not finished, or lacks positions that are
+                seen here.
         """
         stream = self._stream(seed, drawn, sampling, forbidden)
         if read.n_token == 0:
@@ -214,11 +210,7 @@ class DecodeEngine:
         return self._place(stream, read)
 
     def save(self, stream: Stream) -> StreamState:
-        """Return a copy of a stream's state; the stream does not change.
-
-        Raises:
-            UserError: if the stream has no waiting token, or the engine calls the model's modules.
-        """
+        """Return a copy of the state of a stream that has a waiting token; the stream does not change."""
         self._check_waiting(stream)
         self._check_saves()
         slots = self._slots
@@ -240,10 +232,7 @@ class DecodeEngine:
         """Return a saved state as a memory for reading segments with a view of the model (default: the engine's).
 
         A saved state has keys and values but no hidden states, which are NaN here. Of a longer memory only the newest
-        positions are kept.
-
-        Raises:
-            UserError: if the state comes from an engine with a shorter memory and lacks positions that are seen here.
+        positions are kept; one that lacks positions which are seen here is refused.
         """
         self._check_saves()
         like, view = self.model.softmax.bias, view or self.model
@@ -290,9 +279,6 @@ class DecodeEngine:
 
         A stream ends if no token can be drawn for it: its probabilities are NaN, or every token with a probability
         above 0 is forbidden. The stream then leaves the engine, and its `ended` holds the reason.
-
-        Raises:
-            UserError: if the model has changed since the engine was made.
         """
         if not self._streams:
             return torch.zeros(0, dtype=torch.int64)
@@ -313,8 +299,7 @@ class DecodeEngine:
     def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " drawn"]:
         """Draw the next token of some streams (default: all) from the log-probabilities that `advance` returned.
 
-        Streams for which no token can be drawn end, as in `step`. The tokens of the other streams are returned on the
-        CPU, in the order given.
+        Streams for which no token can be drawn end, as in `step`; the tokens of the others are returned.
         """
         chosen = list(self._streams if streams is None else streams)
         with torch.inference_mode():
@@ -324,7 +309,6 @@ class DecodeEngine:
         return self._ended(chosen, drawn.cpu())
 
     def _ended(self, streams: Sequence[Stream], drawn: Int64[Tensor, "2 B"]) -> Int64[Tensor, " drawn"]:
-        """End the streams for which no token was drawn, update the others, and return the drawn tokens."""
         drawn_at = []
         for place, (stream, obstacle) in enumerate(zip(streams, drawn[1].tolist(), strict=True)):
             if (reason := REASONS[obstacle]) is not None:
@@ -338,10 +322,9 @@ class DecodeEngine:
         return drawn[0, drawn_at]
 
     def advance(self, streams: Sequence[Stream] | None = None) -> Float[Tensor, "B V"]:
-        """Read the waiting token of some streams (default: all); `draw` or `put` sets the next token of each.
+        """Read the waiting token of some streams (default: all), and return log-probabilities of the following ones.
 
-        Returns:
-            log-probabilities of the following token, in the order given.
+        `draw` or `put` sets the next token of each.
 
         Raises:
             UserError: if a stream has no waiting token, or the model has changed since the engine was made.
@@ -419,7 +402,6 @@ class DecodeEngine:
         return drawn
 
     def _stream(self, seed: int, drawn: int, sampling: Sampling | None, forbidden: Sequence[int]) -> Stream:
-        """Return a stream that has no slot yet, after checking its settings and that a slot is free."""
         if not isinstance(sampling, Sampling | None):
             raise UserError(field="sampling", value=sampling, expected="a txl.Sampling")
         never = checked_forbidden(forbidden, self.model.vocab_size)
@@ -435,7 +417,6 @@ class DecodeEngine:
         return self._free[0]
 
     def _place(self, stream: Stream, read: TextReading | StreamState) -> Stream:
-        """Let a stream join that has read all tokens but the last, which waits."""
         memory = read.memory if isinstance(read, TextReading) else self.memory_of(read)
         slot = self._free_slot()
         with torch.inference_mode():
@@ -470,11 +451,10 @@ class TextReading:
     `state` returns it as a `StreamState`. The last token is not read; it waits for the stream's next step.
 
     Args:
-        engine: the engine that the text is for.
         ids: token ids, at least one, all in the vocabulary (see `checked_tokens`).
         after: state of the stream before these tokens; None: an empty stream.
         segment: largest number of tokens of a segment, at most `PROMPT_SEGMENT`.
-        view: view of the engine's model with observed attention, which reads instead of the model; None: the model.
+        view: view of the engine's model with observed attention, which reads instead of the model.
     """
 
     def __init__(
@@ -511,12 +491,7 @@ class TextReading:
         return self.n_token - (self._ids.shape[0] - self._at)
 
     def step(self) -> tuple[Float[Tensor, "1 T E"], Int64[Tensor, "1 T"]]:
-        """Read the next segment.
-
-        Returns:
-            final hidden states, for `log_probs_of` or `nll_of` of the engine's model; targets, the token after each
-            token read.
-        """
+        """Read the next segment; return its final hidden states, and the token after each token read."""
         self.engine.check_weights()
         end = min(self._at + self._segment, self._ids.shape[0] - 1)
         with torch.inference_mode():

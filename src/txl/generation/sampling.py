@@ -91,8 +91,7 @@ def permitted(
 ) -> tuple[Float[Tensor, "B V"], Int64[Tensor, " B"]]:
     """Remove the forbidden tokens, and find the lanes in which no token can be drawn, without waiting for the device.
 
-    Returns:
-        log-probabilities, with zeros in lanes in which no token can be drawn; each lane's index into `REASONS`.
+    Returns log-probabilities, with zeros in lanes in which no token can be drawn, and indices into `REASONS`.
     """
     allowed = log_probs if forbidden is None else log_probs.index_fill(1, forbidden, float("-inf"))
     drawable = allowed.amax(dim=-1).isfinite()
@@ -170,5 +169,4 @@ def _mixed(state: Tensor) -> Tensor:
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
-    """Shift to the right, filling with zeros."""
     return (state >> by) & ((1 << (64 - by)) - 1)

@@ -131,10 +131,7 @@ class StaticStep:
         return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
     def draws(self, drawing: DrawSettings) -> bool:
-        """Count a step with these settings, and return True if `draw` should compute it.
-
-        `draw` computes a step if graphs are recorded and more than `_ALIKE` steps in a row had these settings.
-        """
+        """Count a step with these settings, and return True if `draw` should compute it: many in a row had them."""
         known, count = self._alike
         self._alike = drawing, count + 1 if drawing == known else 1
         return self.captured and self._alike[1] > _ALIKE
@@ -144,13 +141,8 @@ class StaticStep:
     ) -> Int64[Tensor, "2 n"]:
         """Read the next token of slots, draw the tokens after it, and write them to `tokens`, all in one graph.
 
-        Args:
-            tokens: next token of every slot, always the same tensor.
-            drawing: draw settings of all slots.
-            keys: for each of the first N slots: seed, number of the token, and 1 if the slot takes part, else 0.
-
-        Returns:
-            drawn tokens, and indices into `REASONS`, of the first n >= N slots.
+        `tokens` is always the same tensor. `keys` are seed, number of the token, and 1 if the slot takes part, else 0.
+        Returns drawn tokens, and indices into `REASONS`, of the first n >= N slots.
         """
         n_lane = self._rounded(keys.shape[1])
         graph = self._draws.pop((n_lane, drawing), None)

@@ -50,7 +50,6 @@ def generate_tokens(
     """Continue a prompt with several samples: yield the next token of each sample, on the CPU, `max_tokens` times.
 
     Args:
-        model: any language model.
         prompt: token ids, at least one; may be longer than the memory. The prompt is read once for all samples.
         max_tokens: number of tokens to generate.
         samples: number of continuations B. Sample b of seed s is the only sample of seed s + b.
@@ -58,7 +57,7 @@ def generate_tokens(
         seed: seed of the first sample; None: a new random seed at each call.
         mem_len, window, clamp_len: as in `LanguageModel.init_state`.
         forbidden: token ids that are never drawn.
-        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; `dtype` must be None for other models.
+        dtype, compile: as in `DecodeEngine`, which decodes a Transformer-XL; for other models `dtype` must be None.
     """
     options = GenerationOptions(
         max_tokens, samples, sampling or Sampling(), seed, (), False, mem_len, window, clamp_len, dtype, compile
@@ -193,9 +192,9 @@ def generate_with(
     def pieces() -> Iterator[str]:
         writer = _Writer(vocabulary, prompt, options)
         for tokens in steps:
-            if piece := writer.push(int(tokens[0])):
+            if piece := writer.push_token(int(tokens[0])):
                 yield piece
-            if writer.ended:
+            if writer.found:
                 return
         if piece := writer.finish():
             yield piece
@@ -241,8 +240,8 @@ def generate_samples_with(
             writers = [_Writer(vocabulary, prompt, options) for _ in range(options.samples)]
             texts = [""] * options.samples
         for lane, (token, writer) in enumerate(zip(tokens.tolist(), writers, strict=True)):
-            texts[lane] += writer.push(token)
-        if all(writer.ended for writer in writers):
+            texts[lane] += writer.push_token(token)
+        if all(writer.found for writer in writers):
             break
     return [text + writer.finish() for text, writer in zip(texts, writers, strict=True)]
 
@@ -308,24 +307,19 @@ class StopStrings:
         return shown
 
 
-class _Writer:
+class _Writer(StopStrings):
     """Conversion of one continuation's tokens to the text that can be shown, up to a stop string."""
 
     def __init__(self, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions):
         assert vocabulary is not None  # `_steps` has refused None
+        super().__init__(options.stop)
         self._decoder = text_decoder(vocabulary, options.detokenise, prompt)
-        self._stop = StopStrings(options.stop)
 
-    @property
-    def ended(self) -> bool:
-        """True after a stop string was found."""
-        return self._stop.found
-
-    def push(self, token: int) -> str:
+    def push_token(self, token: int) -> str:
         """Return the text that can be shown now that a token was drawn."""
-        return "" if self.ended else self._stop.push(self._decoder.push(token))
+        return "" if self.found else self.push(self._decoder.push(token))
 
     def finish(self) -> str:
         """Return the rest of the text."""
-        rest = "" if self.ended else self._stop.push(self._decoder.flush())
-        return rest if self.ended else rest + self._stop.flush()
+        rest = "" if self.found else self.push(self._decoder.flush())
+        return rest if self.found else rest + self.flush()

@@ -1,4 +1,10 @@
-"""Conversion of the authors' tensors to this package's names and configuration; no weight is recomputed.
+"""A foreign checkpoint, and its conversion to this package's names and configuration; no weight is recomputed.
+
+The authors' names are those in their PyTorch code; names of other implementations are converted to the authors' names:
+`word_emb.emb_layers.i.weight`, `word_emb.emb_projs.i`, `layers.n.dec_attn.{qkv_net,r_net,o_net}.weight`,
+`layers.n.dec_attn.layer_norm.*`, `layers.n.pos_ff.CoreNet.{0,3}.*`, `layers.n.pos_ff.layer_norm.*`, `r_w_bias` (u) and
+`r_r_bias` (v), in every layer's `dec_attn` if they are not shared, `crit.cluster_{weight,bias}`,
+`crit.out_layers.i.{weight,bias}`, `crit.out_projs.i`.
 
 Tensor shapes determine most fields of the configuration; the file's settings and the user's options state the others.
 Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i width of cluster i.
@@ -6,23 +12,25 @@ Shapes: E d_model, F d_inner, H heads, D width of a head, V vocabulary, d_i widt
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from itertools import accumulate
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import accumulate, count, takewhile
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from txl.config import MODEL_FIELDS, FieldValues, TransformerXLConfig
+from txl.data.vocabulary import Vocabulary
 from txl.errors import Field, UserError
-from txl.interop.source import Source, window_after
 
+# Fields in which an option may differ from the file: fields that do not change the meaning of the weights, and
+# `layer_norm_eps`, which most files do not state.
 FREE = {name for name, field in MODEL_FIELDS.items() if not field.item.metadata.get("changes_weights")}
 FREE.add("layer_norm_eps")
-"""Fields in which an option may differ from the file: fields that do not change the meaning of the weights, and
-`layer_norm_eps`, which most files do not state."""
 _TABLE, _PROJECTION = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.{}"
+# Names of a layer's tensors here, and in the authors' code; q, k and v are one tensor there.
 _LAYER = {
     "attention.r_proj.weight": "dec_attn.r_net.weight",
     "attention.o_proj.weight": "dec_attn.o_net.weight",
@@ -35,22 +43,44 @@ _LAYER = {
     "feed_forward.outer.weight": "pos_ff.CoreNet.3.weight",
     "feed_forward.outer.bias": "pos_ff.CoreNet.3.bias",
 }
-"""Names of a layer's tensors here, and in the authors' code; q, k and v are one tensor there."""
 _BIASES = {"u": "r_w_bias", "v": "r_r_bias"}
 
 
-def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
-    """Return the configuration and weights of a foreign checkpoint; `source.tensors` is emptied.
+@dataclass
+class Source:
+    """A foreign checkpoint: tensors by the authors' names, and the settings that its file states."""
 
-    Args:
-        source: checkpoint as read from its file.
-        options: fields of `TransformerXLConfig` that the user states.
+    kind: str  # name of the implementation that wrote the checkpoint, for messages
+    tensors: dict[str, Tensor]  # by the authors' names, with cluster i's logit in row i-1
+    settings: FieldValues = field(default_factory=dict)  # fields of `TransformerXLConfig`; tensors tell the others
+    segment: int | None = None  # number of tokens in a segment; None if the file does not state it
+    # Reads the file's vocabulary, None if it contains none; not called if the user gives one.
+    vocabulary: Callable[[], Vocabulary | None] = lambda: None
+    notes: list[str] = field(default_factory=list)  # for the user
+
+
+def window_of(same_length: object, mem_len: object, itself_extra: bool) -> int | None:
+    """Return the `window` of `same_length`: `mem_len` keys, or one more if the query's own key is extra."""
+    if not same_length or not isinstance(mem_len, int) or mem_len < 1:
+        return None
+    return mem_len + 1 if itself_extra else mem_len
+
+
+def window_after(mem_len: object, window: Any, new_mem_len: int) -> Any:
+    """Return the window after a change of the memory length, which that of `same_length` follows and others do not."""
+    if not isinstance(mem_len, int) or not isinstance(window, int) or not 0 <= window - mem_len <= 1:
+        return window
+    return new_mem_len + window - mem_len if new_mem_len > 0 else None
+
+
+def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
+    """Return the configuration and weights of a foreign checkpoint, whose `source.tensors` is emptied.
+
+    `options` are fields of `TransformerXLConfig` that the user states.
     """
     if not any(name.startswith("crit.out_layers.") for name in source.tensors):
-        raise UserError(
-            f"{source.kind}: the output layer is missing (no tensor crit.out_layers.*), as in a model for features or "
-            f"classes; only a language model can be imported: save it with its output layer"
-        )
+        problem = f"{source.kind}: the output layer is missing (no tensor crit.out_layers.*)"
+        raise UserError(problem, remedy="save a language model with its output layer")
     tensors = {name: floating(name, tensor) for name, tensor in source.tensors.items()}
     source.tensors.clear()
     config = _configuration(tensors, source, options)
@@ -62,15 +92,10 @@ def converted(source: Source, options: FieldValues) -> tuple[TransformerXLConfig
 
 
 def floating(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of any floating-point type as float32.
-
-    Raises:
-        UserError: if the tensor has another type, is a single number, or holds numbers that are not finite.
-    """
-    if not tensor.dtype.is_floating_point:
-        raise UserError(f"the tensor {name} holds {tensor.dtype}; expected floating-point numbers")
-    if tensor.ndim == 0:
-        raise UserError(f"the tensor {name} is a single number; expected a vector or a matrix")
+    """Return a vector or matrix of any floating-point type as float32; refuse numbers that are not finite."""
+    if not tensor.dtype.is_floating_point or tensor.ndim == 0:
+        problem = f"the tensor {name} holds {tensor.dtype} in {tensor.ndim} dimensions"
+        raise UserError(problem, expected="a vector or a matrix of floating-point numbers")
     tensor = tensor.to(torch.float32)
     # Not `isfinite`, which needs several times the tensor's memory. If a tensor contains NaN, `aminmax` returns NaN.
     if tensor.numel() and not all(math.isfinite(extreme) for extreme in tensor.aminmax()):
@@ -79,7 +104,6 @@ def floating(name: str, tensor: Tensor) -> Tensor:
 
 
 def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldValues) -> TransformerXLConfig:
-    """Return the configuration from the tensors' shapes, the settings in the file, and the user's options."""
     stated = dict(source.settings)
     for name, value in options.items():
         if name not in FREE and stated.get(name, value) != value:
@@ -104,8 +128,9 @@ def _configuration(tensors: dict[str, Tensor], source: Source, options: FieldVal
     if len(cutoffs) != n_cluster:
         raise contradiction("cutoffs", cutoffs, f"the checkpoint has {n_cluster} tail clusters")
     stated.setdefault("div_val", 2)  # one table with a projection though as wide as the model: any value but 1
-    known = {item.name for item in dataclasses.fields(TransformerXLConfig) if item.init}
-    return TransformerXLConfig(**{"dropout": 0.0, **{name: value for name, value in stated.items() if name in known}})
+    fields = TransformerXLConfig.__dataclass_fields__
+    known = {name: value for name, value in stated.items() if name in fields and fields[name].init}
+    return TransformerXLConfig(**{"dropout": 0.0, **known})
 
 
 def contradiction(name: str, value: object, found: str) -> UserError:
@@ -161,26 +186,20 @@ def _embeddings_are_tied(tensors: dict[str, Tensor]) -> bool:
     return same
 
 
-def _projections_tied(tensors: dict[str, Tensor], n_cluster: int) -> Literal["all", "all_but_first", "none"]:
+def _projections_tied(tensors: dict[str, Tensor], n_cluster: int) -> str:
     """Return `tie_projections`: a cluster is tied if its output projection is missing or equals the embedding's."""
-    split = _count(tensors, _TABLE) > 1
-
-    def shared(cluster: int) -> bool:
+    ties, split = [], _count(tensors, _TABLE) > 1
+    for cluster in range(n_cluster):
         own = tensors.get(f"crit.out_projs.{cluster}")
         embedding = tensors.get(_PROJECTION.format(cluster if split else 0))
-        return own is None or (embedding is not None and torch.equal(own, embedding))
-
-    ties = [shared(cluster) for cluster in range(n_cluster)]
+        ties.append(own is None or (embedding is not None and torch.equal(own, embedding)))
     if all(ties):
         return "all"
     return "all_but_first" if all(ties[1:]) and n_cluster > 1 else "none"
 
 
 def _count(tensors: dict[str, Tensor], name: str) -> int:
-    number = 0
-    while name.format(number) in tensors:
-        number += 1
-    return number
+    return len(list(takewhile(lambda number: name.format(number) in tensors, count())))
 
 
 def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[str, Tensor]:
@@ -216,10 +235,8 @@ def _weights(tensors: dict[str, Tensor], config: TransformerXLConfig) -> dict[st
         prefix, theirs = f"layers.{layer}.", f"layers.{layer}.dec_attn."
         qkv = take(f"{theirs}qkv_net.weight")
         if qkv.shape[0] != 3 * config.n_head * config.d_head:
-            raise UserError(
-                f"{theirs}qkv_net.weight has {qkv.shape[0]} rows; expected 3 * {config.n_head} * {config.d_head}, as u "
-                f"and v have it"
-            )
+            expected = f"3 * {config.n_head} * {config.d_head}, as u and v have it"
+            raise UserError(f"{theirs}qkv_net.weight has {qkv.shape[0]} rows", expected=expected)
         parts = zip(("q", "k", "v"), qkv.chunk(3), strict=True)
         ours |= {f"{prefix}attention.{name}_proj.weight": part for name, part in parts}
         ours |= {f"{prefix}{name}": take(f"{prefix}{their_name}") for name, their_name in _LAYER.items()}
@@ -238,9 +255,7 @@ def flip_clusters(tensors: dict[str, Tensor]) -> None:
 def restore_shared(tensors: dict[str, Tensor], all_but_first: bool) -> None:
     """Restore embeddings and projections that a file left out because the output layer shares them.
 
-    Args:
-        tensors: tensors by the authors' names; changed in place.
-        all_but_first: True if the first cluster does not share its projection.
+    With `all_but_first`, the first cluster does not share its projection.
     """
     for i in range(_count(tensors, "crit.out_layers.{}.bias")):
         if (own := tensors.get(f"crit.out_layers.{i}.weight")) is not None:

@@ -6,14 +6,19 @@ The module also reads its own exports, so that an export can be imported.
 from __future__ import annotations
 
 import ast
-import functools
 import json
+import os
 import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from pprint import pformat
 
 import safetensors.torch
+from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
@@ -27,23 +32,20 @@ from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.data.words import EOS, JOINER, UNK, marks
 from txl.errors import UserError
-from txl.files import JsonObject, check_new_directory, follow_umask
-from txl.interop.conversion import FREE, contradiction, floating
-from txl.interop.huggingface_checkpoint import read_weights, stated_config
-from txl.interop.new_directory import write_directory
-from txl.interop.source import window_after
+from txl.files import JsonObject, absolute, check_new_directory, follow_umask, make_scratch, reason_of
+from txl.interop.conversion import FREE, contradiction, floating, window_after
+from txl.interop.original import read_weights, stated_config
 from txl.native.sources import cpp_sources
 from txl.runs.checkpoints import MODEL_FILE, VerifiedCheckpoint
 from txl.runs.directory import RunDirectory
 
 FORMATS = ("huggingface", "safetensors")
-EXPORT_KIND = "transformer-xl"
-"""`format` in the config.json of a plain export."""
+EXPORT_KIND = "transformer-xl"  # `format` in the config.json of a plain export
 _MODULE = "txl_huggingface"
 
 
 def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) -> list[str]:
-    """Write a run's model for other programs.
+    """Write a run's model for other programs, and return notes for the user.
 
     Args:
         path: run directory.
@@ -51,12 +53,8 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
         kind: "huggingface" or "safetensors".
         checkpoint: "best", "latest" or the number of a step; None: best if it exists, else latest.
 
-    Returns:
-        Notes for the user.
-
     Raises:
-        UserError: if the run or checkpoint does not exist or cannot be exported, or if `out` cannot be written; created
-            directories are then removed.
+        UserError: if the run cannot be exported, or `out` cannot be written; created directories are then removed.
     """
     if kind not in FORMATS:
         raise UserError(field="format", value=kind, expected=f"one of {', '.join(FORMATS)}")
@@ -68,71 +66,88 @@ def export_run(path: Path, out: Path, kind: str, checkpoint: str | None = None) 
     chosen = VerifiedCheckpoint(directory.checkpoint(checkpoint))
     chosen.check_belongs(asdict(run.model), path / "vocabulary.json")
     weights, vocabulary = chosen.tensors(MODEL_FILE), directory.vocabulary()
-    fill = _fill_huggingface if kind == "huggingface" else _fill_safetensors
-    return write_directory(out, lambda folder: fill(folder, run, weights, vocabulary))
-
-
-def _tested(run: RunConfig) -> JsonObject:
-    """Return the model's fields, with memory length, window and clamp from the run's test settings."""
+    notes = ["the run has no vocabulary: none was written"] if vocabulary is None else []
+    # Memory length, window and clamp are those of the run's test settings.
     lengths = {"mem_len": run.eval.mem_len, "window": run.eval.window, "clamp_len": run.eval.clamp_len}
-    return asdict(run.model) | lengths
-
-
-def _write_weights(weights: dict[str, Tensor], folder: Path, metadata: dict[str, str]) -> None:
-    path = folder / "model.safetensors"
-    safetensors.torch.save_file(weights, path, metadata=metadata or None)
-    follow_umask(path)
-
-
-def _fill_safetensors(
-    folder: Path, run: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary | None
-) -> list[str]:
-    size = len(weights["softmax.bias"])
-    config = {"format": EXPORT_KIND, "version": txl.__version__, "vocab_size": size, "model": _tested(run)}
-    config["eval"] = asdict(run.eval)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    _write_weights(weights, folder, {})
-    if vocabulary is None:
-        return ["the run has no vocabulary: none was written"]
-    vocabulary.save(folder / "vocabulary.json")
-    return []
-
-
-def _fill_huggingface(
-    folder: Path, run: RunConfig, weights: dict[str, Tensor], vocabulary: Vocabulary | None
-) -> list[str]:
-    line_end = None if vocabulary is None else vocabulary.line_end_id()
-    config = _tested(run) | {
-        "model_type": HUGGINGFACE_TYPE,
-        "architectures": ["TransformerXLForCausalLM"],
-        "auto_map": {
-            "AutoConfig": f"{_MODULE}.TransformerXLConfig",
-            "AutoModel": f"{_MODULE}.TransformerXLModel",
-            "AutoModelForCausalLM": f"{_MODULE}.TransformerXLForCausalLM",
-        },
-        "vocab_size": len(weights["softmax.bias"]),
-        "bos_token_id": line_end,  # no token is the end of a text: generation goes on behind a line end
-        "line_end_id": None if vocabulary is None or vocabulary.kind == "word" else line_end,
-        "dtype": "float32",
-        "tie_word_embeddings": False,
-        "eval": asdict(run.eval),
-    }
-    notes = []
-    if vocabulary is not None:
-        vocabulary.save(folder / "vocabulary.json")
+    model, tested, size = asdict(run.model) | lengths, asdict(run.eval), len(weights["softmax.bias"])
+    files: dict[str, str] = {}
+    if kind == "safetensors":
+        config = {"format": EXPORT_KIND, "version": txl.__version__, "vocab_size": size, "model": model, "eval": tested}
+    else:
+        line_end = None if vocabulary is None else vocabulary.line_end_id()
+        config = model | {
+            "model_type": HUGGINGFACE_TYPE,
+            "architectures": ["TransformerXLForCausalLM"],
+            "auto_map": {
+                "AutoConfig": f"{_MODULE}.TransformerXLConfig",
+                "AutoModel": f"{_MODULE}.TransformerXLModel",
+                "AutoModelForCausalLM": f"{_MODULE}.TransformerXLForCausalLM",
+            },
+            "vocab_size": size,
+            "bos_token_id": line_end,  # no token is the end of a text: generation goes on behind a line end
+            "line_end_id": None if vocabulary is None or vocabulary.kind == "word" else line_end,
+            "dtype": "float32",
+            "tie_word_embeddings": False,
+            "eval": tested,
+        }
+        weights = {f"model.{name}": tensor for name, tensor in weights.items()}
+        files = flat_modules("txl.huggingface")
         try:
-            for name, text in tokenizer_files(vocabulary).items():
-                (folder / name).write_text(text, encoding="utf-8")
+            files |= {} if vocabulary is None else tokenizer_files(vocabulary)
         except UserError as error:
             notes.append(f"no tokenizer was written: {error}")
-    else:
-        notes.append("the run has no vocabulary: no tokenizer was written")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _write_weights(named, folder, {"format": "pt"})
-    for name, text in flat_modules("txl.huggingface").items():
-        (folder / name).write_text(text, encoding="utf-8")
+    files["config.json"] = json.dumps(config, indent=1) + "\n"
+
+    def fill(folder: Path) -> None:
+        if vocabulary is not None:
+            vocabulary.save(folder / "vocabulary.json")
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        metadata = {"format": "pt"} if kind == "huggingface" else None
+        safetensors.torch.save_file(weights, folder / "model.safetensors", metadata=metadata)
+        follow_umask(folder / "model.safetensors")
+
+    write_directory(out, fill)
     return notes
+
+
+def write_directory(out: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a temporary directory beside `out` and rename it; if `out` exists, inside it, and move what it holds.
+
+    An existing `out` stays, as a process may work in it, or another file system may be mounted there. If an error
+    occurs, only what this call wrote is removed.
+    """
+    out = Path(absolute(str(out)))
+    temporary, made = None, [folder for folder in (out.parent, *out.parent.parents) if not folder.exists()]
+    moved: list[Path] = []
+    try:
+        exists = out.is_dir()
+        if not exists:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = make_scratch(out if exists else out.parent, out.name)
+        fill(temporary)
+        if exists:
+            # config.json, which makes the directory a run or a model, comes last.
+            for path in sorted(temporary.iterdir(), key=lambda path: (path.name == "config.json", path)):
+                os.rename(path, out / path.name)
+                moved.append(out / path.name)
+        else:
+            os.rename(temporary, out)
+    except BaseException as error:
+        for path in moved:
+            with suppress(OSError):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        problem, remedy = f"cannot be written ({reason_of(error)})", "give a directory that can be written"
+        raise UserError(problem, field="out", value=str(out), remedy=remedy) from None
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if not out.exists():
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def flat_modules(start: str) -> dict[str, str]:
@@ -140,7 +155,8 @@ def flat_modules(start: str) -> dict[str, str]:
 
     transformers can open such a folder without this package: `from txl.models.adaptive import X` becomes
     `from .txl_models_adaptive import X`. Imports of jaxtyping are removed: annotations are never evaluated, and
-    jaxtyping may not be installed where the export is opened.
+    jaxtyping may not be installed where the export is opened. The C++ sources become a dictionary of texts, for a
+    folder of only Python files.
     """
     files: dict[str, str] = {}
     waiting = [start]
@@ -154,42 +170,30 @@ def flat_modules(start: str) -> dict[str, str]:
         assert spec.origin is not None
         source = Path(spec.origin).read_text(encoding="utf-8")
         if module == "txl.native.sources":
-            source = _with_texts(cpp_sources())
+            texts = pformat(cpp_sources(), width=200, sort_dicts=False)
+            source = f'"""The C++ sources."""\n\n\ndef cpp_sources() -> dict[str, str]:\n    return {texts}\n'
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "txl":
                 waiting.append(node.module)
         flat = re.sub(r"^from jaxtyping import .*\n", "", source, flags=re.MULTILINE)
-        flat = re.sub(r"^(\s*)from (txl[\w.]*) import", _relative, flat, flags=re.MULTILINE)
+        flat = re.sub(
+            r"^(\s*)from (txl[\w.]*) import",
+            lambda line: f"{line[1]}from .{line[2].replace('.', '_')} import",
+            flat,
+            flags=re.MULTILINE,
+        )
         files[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
     return files
 
 
-def _with_texts(sources: dict[str, str]) -> str:
-    """Return the source of a `txl.native.sources` that contains the C++ texts, for a folder of only Python files."""
-    lines = ['"""The C++ sources of the compiled library."""', "", "", "def cpp_sources() -> dict[str, str]:"]
-    lines += ['    """Texts by file name."""', "    return {"]
-    for name, text in sources.items():
-        lines += [
-            f"        {name!r}: (",
-            *(f"            {line!r}" for line in text.splitlines(keepends=True)),
-            "        ),",
-        ]
-    return "\n".join([*lines, "    }", ""])
-
-
-def _relative(line: re.Match[str]) -> str:
-    return f"{line[1]}from .{line[2].replace('.', '_')} import"
-
-
-PADDING = "<|pad|>"
-"""Token whose id follows those of the vocabulary; it is no token of the model."""
-LINE_END = "<|endoftext|>"
-"""Token after `PADDING`, which the exported model reads as the line end of a vocabulary without `<eos>`."""
+PADDING = "<|pad|>"  # its id follows those of the vocabulary; it is no token of the model
+LINE_END = (
+    "<|endoftext|>"  # after `PADDING`; the exported model reads it as the line end of a vocabulary without `<eos>`
+)
 _CASED = r"[\p{Cased}&&[^\p{Case_Ignorable}]]"
+# Lower case of a final capital sigma as in Python; the library's `Lowercase` gives σ everywhere.
 _FINAL_SIGMA = normalizers.Replace(Regex(rf"(?<={_CASED}\p{{Case_Ignorable}}*)Σ(?!\p{{Case_Ignorable}}*{_CASED})"), "ς")
-"""Lower case of a final capital sigma as in Python; the library's `Lowercase` gives σ everywhere."""
-_UNKNOWN = "<|unk|>"
-"""Spelling of `<unk>` in a tokenizer of characters, where `<unk>` in a text is five characters."""
+_UNKNOWN = "<|unk|>"  # `<unk>` in a tokenizer of characters, where `<unk>` in a text is five characters
 
 
 def tokenizer_files(vocabulary: Vocabulary) -> dict[str, str]:
@@ -236,31 +240,21 @@ def _free(name: str, tokenizer: Tokenizer) -> str:
     return name
 
 
-@functools.singledispatch
 def _tokenizer(vocabulary: Vocabulary) -> Tokenizer:
-    raise NotImplementedError
-
-
-@_tokenizer.register
-def _(vocabulary: BpeVocabulary) -> Tokenizer:
-    return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy, to which the padding token is added
-
-
-@_tokenizer.register
-def _(vocabulary: ByteVocabulary) -> Tokenizer:
-    if not vocabulary.is_text:
-        raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
-    tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-@_tokenizer.register
-def _(vocabulary: CharVocabulary) -> Tokenizer:
-    ids = {
-        _UNKNOWN if number == vocabulary.unk_id else symbol: number for number, symbol in enumerate(vocabulary.symbols)
-    }
+    if isinstance(vocabulary, WordVocabulary):
+        return _word_tokenizer(vocabulary)
+    if isinstance(vocabulary, BpeVocabulary):
+        return Tokenizer.from_str(vocabulary.tokenizer.to_str())  # a copy, to which the padding token is added
+    if isinstance(vocabulary, ByteVocabulary):
+        if not vocabulary.is_text:
+            raise UserError(f"the vocabulary has {len(vocabulary)} of the 256 bytes; the others would silently vanish")
+        tokenizer = Tokenizer(models.BPE({symbol: value for value, symbol in enumerate(byte_symbols())}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return tokenizer
+    assert isinstance(vocabulary, CharVocabulary)
+    symbols = [_UNKNOWN if number == vocabulary.unk_id else symbol for number, symbol in enumerate(vocabulary.symbols)]
+    ids = {symbol: number for number, symbol in enumerate(symbols)}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token=_UNKNOWN) if _UNKNOWN in ids else models.WordLevel(ids))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Sequence([decoders.Replace(_UNKNOWN, UNK), decoders.Fuse()])
@@ -271,8 +265,7 @@ def _(vocabulary: CharVocabulary) -> Tokenizer:
     return tokenizer
 
 
-@_tokenizer.register
-def _(vocabulary: WordVocabulary) -> Tokenizer:
+def _word_tokenizer(vocabulary: WordVocabulary) -> Tokenizer:
     if vocabulary.boundary == "both":
         raise UserError("the vocabulary marks both ends of a sentence, which the tokenizers library cannot represent")
     words = dict(vocabulary.ids)
@@ -328,35 +321,22 @@ def _marks() -> tuple[list[normalizers.Replace], pre_tokenizers.Sequence]:
     return [normalizers.Replace(Regex(pattern), content) for pattern, content in rules], cutter
 
 
-def is_own_export(folder: Path) -> bool:
-    """Return whether a directory was written by `txl export`."""
-    return _stated(folder) is not None
-
-
-def _stated(folder: Path) -> JsonObject | None:
-    """Return the model's fields from config.json; None if `txl export` did not write the directory."""
-    values = stated_config(folder)
-    if values is None:
-        return None
+def stated_by_export(folder: Path) -> JsonObject | None:
+    """Return the config.json of an export, with the model's fields on its top level; None if `folder` holds none."""
+    values = stated_config(folder) or {}
     if values.get("format") == EXPORT_KIND and isinstance(values.get("model"), dict):
-        return values["model"]
+        return {**{name: value for name, value in values.items() if name == "eval"}, **values["model"]}
     return values if values.get("model_type") == HUGGINGFACE_TYPE else None
 
 
-def read_test_settings(folder: Path) -> EvalConfig | None:
-    """Return the test settings of the exported run; None if the export does not state them."""
-    values = stated_config(folder) or {}
-    return RunConfig.from_dict({"eval": values["eval"]}).eval if "eval" in values else None
+def read_own_export(
+    folder: Path, stated: JsonObject, options: JsonObject
+) -> tuple[TransformerXLConfig, dict[str, Tensor], EvalConfig | None]:
+    """Read configuration, weights and test settings (None if not stated) of an export.
 
-
-def read_own_export(folder: Path, options: JsonObject) -> tuple[TransformerXLConfig, dict[str, Tensor]]:
-    """Read configuration and weights of an export.
-
-    Args:
-        folder: directory that `txl export` wrote, or transformers' `save_pretrained` after loading an export.
-        options: fields of `TransformerXLConfig` that the user states.
+    transformers' `save_pretrained` may have written it, after loading an export. `stated` is the result of
+    `stated_by_export`; `options` are fields of `TransformerXLConfig` that the user states.
     """
-    stated = _stated(folder) or {}
     known = {name: value for name, value in stated.items() if name in MODEL_FIELDS}
     for name, value in options.items():
         if name not in FREE and name in known and known[name] != value:
@@ -371,4 +351,5 @@ def read_own_export(folder: Path, options: JsonObject) -> tuple[TransformerXLCon
     weights = {name.removeprefix("model."): floating(name, tensor) for name, tensor in weights.items()}
     if "softmax.bias" not in weights:
         raise UserError(f"{folder}: the tensor softmax.bias is missing")
-    return model, weights
+    tested = RunConfig.from_dict({"eval": stated["eval"]}).eval if "eval" in stated else None
+    return model, weights, tested

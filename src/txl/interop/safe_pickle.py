@@ -16,37 +16,14 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any, ClassVar
 
+# Modules, with their submodules, whose classes and functions a file may name; these modules are never imported.
+# Tokenizers of Hugging Face's and NVIDIA's hold objects of `tokenizers`, `sacremoses`, `re` and `regex`.
 STAND_IN_MODULES = (
-    "mem_transformer",
-    "transformer_xl",
-    "proj_adaptive_softmax",
-    "log_uniform_sampler",
-    "adaptive_softmax",
-    "vocabulary",
-    "data_utils",
-    "data_parallel",
-    "fp16_opt",
-    "exp_utils",
-    "utils",
-    "torch.nn",
-    "apex",
-    "lamb",
-    "argparse",
-    "transformers",
-    "pytorch_transformers",
-    "pytorch_pretrained_bert",
-    "tokenizers",
-    "sacremoses",
-    "re",
-    "regex",
-    "_regex",
-    "_regex_core",
-    "numpy",
-    "__main__",
-)
-"""Modules, with their submodules, whose classes and functions a file may name; these modules are never imported.
-
-Tokenizers of Hugging Face's and NVIDIA's hold objects of `tokenizers`, `sacremoses`, `re` and `regex`."""
+    "mem_transformer", "transformer_xl", "proj_adaptive_softmax", "log_uniform_sampler", "adaptive_softmax",
+    "vocabulary", "data_utils", "data_parallel", "fp16_opt", "exp_utils", "utils", "torch.nn", "apex", "lamb",
+    "argparse", "transformers", "pytorch_transformers", "pytorch_pretrained_bert", "tokenizers", "sacremoses", "re",
+    "regex", "_regex", "_regex_core", "numpy", "__main__",
+)  # fmt: skip
 
 
 class UnsafePickle(Exception):
@@ -56,8 +33,7 @@ class UnsafePickle(Exception):
 class StandIn:
     """Stand-in that keeps the attributes of an object without its class."""
 
-    origin = "?"
-    """Module and name of the class that the stand-in replaces."""
+    origin = "?"  # module and name of the class that the stand-in replaces
 
     def __init__(self, *args: object, **kwargs: object):
         pass
@@ -71,15 +47,6 @@ class StandIn:
         Call `StandIn.attribute(object, name)`, because the object may have an attribute with the name "attribute".
         """
         return self.__dict__.get(name, default)
-
-
-def stand_in(module: str, name: str) -> type[StandIn]:
-    """Return a stand-in class for the class `name` in `module`."""
-
-    class Named(StandIn):
-        origin = f"{module}.{name}"
-
-    return Named
 
 
 def _encoded(text: object, encoding: object = "latin1") -> bytes:
@@ -109,21 +76,26 @@ def _plain_set(elements: Iterable[object] = ()) -> set[object]:
     return set(elements)
 
 
-def _plain_frozenset(elements: Iterable[object] = ()) -> frozenset[object]:
-    return frozenset(_plain_set(elements))
-
-
 HARMLESS: Mapping[tuple[str, str], Callable[..., object]] = {
     ("collections", "OrderedDict"): _plain_dict,
     ("collections", "Counter"): _plain_dict,
     ("builtins", "set"): _plain_set,
     ("__builtin__", "set"): _plain_set,
-    ("builtins", "frozenset"): _plain_frozenset,
+    ("builtins", "frozenset"): lambda *elements: frozenset(_plain_set(*elements)),
     ("_codecs", "encode"): _encoded,
 }
-
-
 _PurePython: Any = vars(pickle)["_Unpickler"]
+
+
+def _with_checked_keys(name: str, keys: slice) -> Callable[[SafeUnpickler], None]:
+    """Return the function of an opcode that first checks some elements of the stack, which it will hash."""
+    load = getattr(_PurePython, name)
+
+    def checked(unpickler: SafeUnpickler) -> None:
+        _check_hashed(unpickler.stack[keys])
+        load(unpickler)
+
+    return checked
 
 
 class SafeUnpickler(_PurePython):
@@ -147,18 +119,12 @@ class SafeUnpickler(_PurePython):
         self._stand_ins: dict[tuple[str, str], type[StandIn]] = {}
 
     def find_class(self, module: object, name: object) -> object:
-        """Return the stand-in or function for a name.
-
-        Raises:
-            UnsafePickle: if the name is not allowed.
-        """
+        """Return the stand-in or function for a name; refuse a name that is not allowed."""
         key = (str(module), str(name))
         if key in self._names:
             return self._names[key]
         if any(key[0] == known or key[0].startswith(known + ".") for known in STAND_IN_MODULES):
-            if key not in self._stand_ins:
-                self._stand_ins[key] = stand_in(*key)
-            return self._stand_ins[key]
+            return self._stand_ins.setdefault(key, type("Named", (StandIn,), {"origin": ".".join(key)}))
         raise UnsafePickle(f"it asks for {key[0][:100]}.{key[1][:100]}, which no checkpoint of a Transformer-XL needs")
 
     def get_extension(self, code: int) -> None:
@@ -189,49 +155,21 @@ class SafeUnpickler(_PurePython):
         elif not isinstance(target, dict):
             raise UnsafePickle(f"it sets attributes of a {type(target).__name__}")
 
-    def load_setitem(self) -> None:
-        """Execute SETITEM, with a checked key."""
-        _check_hashed(self.stack[-2:-1])
-        super().load_setitem()
-
-    def load_setitems(self) -> None:
-        """Execute SETITEMS, with checked keys."""
-        _check_hashed(self.stack[::2])  # the items since the mark
-        super().load_setitems()
-
-    def load_dict(self) -> None:
-        """Execute DICT, with checked keys."""
-        _check_hashed(self.stack[::2])
-        super().load_dict()
-
-    def load_additems(self) -> None:
-        """Execute ADDITEMS, with checked elements."""
-        _check_hashed(self.stack)
-        super().load_additems()
-
-    def load_frozenset(self) -> None:
-        """Execute FROZENSET, with checked elements."""
-        _check_hashed(self.stack)
-        super().load_frozenset()
-
+    # After a mark, the stack holds only the items since the mark.
     dispatch: ClassVar[dict[int, Callable[[SafeUnpickler], None]]] = {
         **_PurePython.dispatch,
         pickle.LONG4[0]: refuse_size,
         pickle.BYTEARRAY8[0]: refuse_size,
         pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: load_setitem,
-        pickle.SETITEMS[0]: load_setitems,
-        pickle.DICT[0]: load_dict,
-        pickle.ADDITEMS[0]: load_additems,
-        pickle.FROZENSET[0]: load_frozenset,
+        pickle.SETITEM[0]: _with_checked_keys("load_setitem", slice(-2, -1)),
+        pickle.SETITEMS[0]: _with_checked_keys("load_setitems", slice(None, None, 2)),
+        pickle.DICT[0]: _with_checked_keys("load_dict", slice(None, None, 2)),
+        pickle.ADDITEMS[0]: _with_checked_keys("load_additems", slice(None)),
+        pickle.FROZENSET[0]: _with_checked_keys("load_frozenset", slice(None)),
     }
 
     def load(self) -> object:
-        """Return the pickled value.
-
-        Raises:
-            UnsafePickle: if the pickle is damaged, or contains a name that is not allowed.
-        """
+        """Return the pickled value; raise `UnsafePickle` for whatever is damaged or not allowed."""
         try:
             return super().load()
         except UnsafePickle:

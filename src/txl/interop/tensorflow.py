@@ -10,7 +10,7 @@ Shapes: E d_model, L layers, H heads, D width of a head, d_i width of cluster i.
 from __future__ import annotations
 
 import re
-from itertools import accumulate, takewhile
+from itertools import accumulate, count, takewhile
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from txl.errors import UserError
-from txl.interop.source import Source
+from txl.interop.conversion import Source
 
 _EMBED, _SOFTMAX = "transformer/adaptive_embed", "transformer/adaptive_softmax"
 _LAYER = r"transformer/layer_(\d+)"
+# Patterns of variables, and their names in the authors' PyTorch code.
 _RENAMED = (
     (rf"{_LAYER}/rel_attn/(qkv|r|o)/kernel", r"layers.\1.dec_attn.\2_net.weight"),
     (rf"{_LAYER}/rel_attn/LayerNorm/gamma", r"layers.\1.dec_attn.layer_norm.weight"),
@@ -44,9 +45,7 @@ _RENAMED = (
     ("transformer/r_w_bias", "r_w_bias"),
     ("transformer/r_r_bias", "r_r_bias"),
 )
-"""Patterns of variables, and their names in the authors' PyTorch code."""
-_TRANSPOSED = ("/kernel", "/proj_W", "/proj")
-"""Endings of the variables that are transposed."""
+_TRANSPOSED = ("/kernel", "/proj_W", "/proj")  # endings of the variables that are transposed
 
 
 def tensorflow_prefix(path: Path) -> Path | None:
@@ -57,16 +56,13 @@ def tensorflow_prefix(path: Path) -> Path | None:
             named = re.search(r'^model_checkpoint_path: "([^"]*)"', listing.read_text(errors="replace"), re.MULTILINE)
             if named and (path / f"{Path(named[1]).name}.index").is_file():
                 return path / Path(named[1]).name
-        checkpoints = sorted(path.glob("*.ckpt*.index"), key=_step)
-        return checkpoints[-1].with_suffix("") if checkpoints else None
+        # The newest by its step; one without a step is the oldest.
+        steps = {file: re.search(r"-(\d+)\.index$", file.name) for file in sorted(path.glob("*.ckpt*.index"))}
+        newest = max(steps, key=lambda file: int((steps[file] or [0, -1])[1]), default=None)
+        return None if newest is None else newest.with_suffix("")
     if path.suffix == ".index" and path.is_file():
         return path.with_suffix("")
     return path if path.with_name(path.name + ".index").is_file() else None
-
-
-def _step(path: Path) -> tuple[int, str]:
-    number = re.search(r"-(\d+)\.index$", path.name)
-    return (int(number[1]) if number else -1, path.name)
 
 
 def read_tensorflow(prefix: Path) -> Source:
@@ -74,13 +70,12 @@ def read_tensorflow(prefix: Path) -> Source:
     try:
         from tensorflow.train import load_checkpoint  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
     except ImportError:
-        raise UserError(
-            f"{prefix} is a TensorFlow checkpoint, and TensorFlow is not installed; "
-            f"pip install 'transformer-xl[tensorflow]', import it, and uninstall it again"
-        ) from None
+        problem = f"{prefix} is a TensorFlow checkpoint, and TensorFlow is not installed"
+        raise UserError(problem, remedy="pip install 'transformer-xl[tensorflow]'") from None
     try:
         reader = load_checkpoint(str(prefix))
-        names = [name for name in reader.get_variable_to_shape_map() if not _is_of_the_optimiser(name)]
+        names = [name for name in reader.get_variable_to_shape_map() if name.startswith("transformer/")]
+        names = [name for name in names if "/Adam" not in name]  # those of the optimiser
         return source_of({name: reader.get_tensor(name) for name in names}, str(prefix))
     except UserError:
         raise
@@ -88,17 +83,8 @@ def read_tensorflow(prefix: Path) -> Source:
         raise UserError(f"{prefix}: damaged ({type(error).__name__}: {str(error).splitlines()[0][:150]})") from None
 
 
-def _is_of_the_optimiser(name: str) -> bool:
-    return not name.startswith("transformer/") or "/Adam" in name
-
-
 def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
-    """Return TensorFlow's variables by the authors' PyTorch names.
-
-    Args:
-        arrays: variables by name; it is emptied.
-        path: path of the checkpoint, for messages.
-    """
+    """Return TensorFlow's variables, which are taken out of `arrays`, by the authors' PyTorch names."""
     tensors: dict[str, Tensor] = {}
     is_divided = f"{_EMBED}/cutoff_0/lookup_table" in arrays
     for variable in sorted(arrays):
@@ -109,42 +95,28 @@ def source_of(arrays: dict[str, np.ndarray], path: str) -> Source:
         array = np.asarray(array.T if variable.endswith(_TRANSPOSED) else array)
         tensors[re.sub(*pattern, variable)] = torch.from_numpy(np.ascontiguousarray(array))
     if not {"r_w_bias", "r_r_bias", "layers.0.dec_attn.qkv_net.weight"} <= tensors.keys():
-        raise UserError(
-            f"{path}: r_w_bias, r_r_bias or layer_0 is missing; expected the authors' model, encoding type 0"
-        )
-    _unstack_biases(tensors, path)
-    if is_divided:
-        _complete_projections(tensors)
-    settings = {"cutoffs": _cutoffs(tensors), "layer_norm_eps": 1e-12}  # epsilon of tf.contrib.layers.layer_norm
-    note = "a TensorFlow checkpoint does not state memory, clamp and window (same_length M is window M + 1): "
-    return Source("the authors' TensorFlow checkpoint", tensors, settings, notes=[f"{note}set them by option"])
-
-
-def _unstack_biases(tensors: dict[str, Tensor], path: str) -> None:
-    """Give every layer its own u and v, if they are not shared: [L, H, D] instead of [H, D]."""
+        problem = f"{path}: r_w_bias, r_r_bias or layer_0 is missing"
+        raise UserError(problem, expected="the authors' model, encoding type 0")
     u, v = tensors["r_w_bias"], tensors["r_r_bias"]
-    if u.ndim == 2:
-        return
-    if u.ndim != 3 or v.shape != u.shape or f"layers.{len(u)}.dec_attn.qkv_net.weight" in tensors:
-        raise UserError(f"{path}: transformer/r_w_bias has shape {list(u.shape)}; expected one pair a layer")
-    for name in ("r_w_bias", "r_r_bias"):
-        tensors |= {f"layers.{layer}.dec_attn.{name}": bias for layer, bias in enumerate(tensors.pop(name))}
-
-
-def _complete_projections(tensors: dict[str, Tensor]) -> None:
-    """Make a projection that a cluster lacks the identity; such a cluster is as wide as the model."""
-    d_model, cluster = tensors["layers.0.dec_attn.qkv_net.weight"].shape[1], 0
-    while f"word_emb.emb_layers.{cluster}.weight" in tensors:
-        tensors.setdefault(f"word_emb.emb_projs.{cluster}", torch.eye(d_model))
-        cluster += 1
-
-
-def _cutoffs(tensors: dict[str, Tensor]) -> tuple[int, ...]:
-    """Return the cutoffs, which the clusters' biases tell; if all clusters share a table, join their biases."""
+    if u.ndim != 2:  # not shared: [L,H,D], one pair a layer
+        if u.ndim != 3 or v.shape != u.shape or f"layers.{len(u)}.dec_attn.qkv_net.weight" in tensors:
+            raise UserError(f"{path}: transformer/r_w_bias has shape {list(u.shape)}; expected one pair a layer")
+        for name in ("r_w_bias", "r_r_bias"):
+            tensors |= {f"layers.{layer}.dec_attn.{name}": bias for layer, bias in enumerate(tensors.pop(name))}
+    if is_divided:
+        # A cluster without a projection is as wide as the model: its projection is the identity.
+        d_model = tensors["layers.0.dec_attn.qkv_net.weight"].shape[1]
+        names = (f"word_emb.emb_layers.{cluster}.weight" for cluster in count())
+        for cluster, _ in enumerate(takewhile(tensors.__contains__, names)):
+            tensors.setdefault(f"word_emb.emb_projs.{cluster}", torch.eye(d_model))
+    # The clusters' biases tell the cutoffs; if all clusters share a table, their biases are joined.
     names = [f"crit.out_layers.{cluster}.bias" for cluster in range(len(tensors))]
     biases = [tensors[name] for name in takewhile(tensors.__contains__, names)]
+    cutoffs = tuple(accumulate(len(bias) for bias in biases[:-1]))
     if len(biases) > 1 and "word_emb.emb_layers.1.weight" not in tensors:
         tensors |= {names[0]: torch.cat(biases)}
         for name in names[1 : len(biases)]:
             del tensors[name]
-    return tuple(accumulate(len(bias) for bias in biases[:-1]))
+    settings = {"cutoffs": cutoffs, "layer_norm_eps": 1e-12}  # epsilon of tf.contrib.layers.layer_norm
+    note = "a TensorFlow checkpoint does not state memory, clamp and window (same_length M is window M + 1): "
+    return Source("the authors' TensorFlow checkpoint", tensors, settings, notes=[f"{note}set them by option"])

@@ -14,9 +14,7 @@ import mmap
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +24,7 @@ from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import opened
-from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
+from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
@@ -53,80 +51,44 @@ class _Storage:
     numel: int
     data: Tensor | None = None
 
-
-@dataclass
-class _PendingTensor:
-    """A tensor of a storage whose bytes may not have been read yet."""
-
-    storage: _Storage
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def resolve(self) -> Tensor:
-        """Return the tensor, as a view of its storage.
-
-        Raises:
-            UnsafePickle: if the storage is missing or too small, or the shape is not possible.
-        """
-        data = self.storage.data
-        if data is None:
-            raise UnsafePickle(f"the storage {self.storage.key} of a tensor is missing")
-        if len(self.size) != len(self.stride):
-            raise UnsafePickle("a tensor has no possible shape")
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        if 0 not in self.size and last >= data.numel():
-            raise UnsafePickle(f"a tensor of shape {list(self.size)} is larger than its storage of {data.numel()}")
-        if math.prod(self.size) > data.numel():
-            raise UnsafePickle(f"a tensor of shape {list(self.size)} repeats numbers of its storage of {data.numel()}")
-        if 0 in self.size:
-            return data.new_empty(self.size)
-        return data.as_strided(self.size, self.stride, self.offset)
+    def fill(self, data: np.ndarray) -> None:
+        """Take bytes as the elements, if there are as many as the pickle says."""
+        if len(data) != self.numel * self.dtype.itemsize:
+            raise UnsafePickle(f"the storage {self.key} says {self.numel} elements, but has {len(data)} bytes")
+        self.data = torch.frombuffer(data, dtype=self.dtype) if len(data) else torch.empty(0, dtype=self.dtype)
 
 
-@dataclass
-class _StorageKind:
-    """A storage class such as torch.FloatStorage."""
-
-    dtype: torch.dtype
-
-
-def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *rest: object) -> _PendingTensor:
-    if not isinstance(storage, _Storage):
+def _rebuild_tensor(storage: object, offset: object, size: object, stride: object, *rest: object) -> Tensor:
+    """Return a view of a storage, after checking that it lies in the storage."""
+    if not isinstance(storage, _Storage) or storage.data is None:
         raise UnsafePickle("a tensor without a storage")
-    (first,) = _numbers((offset,))
-    return _PendingTensor(storage, first, _numbers(size), _numbers(stride))
-
-
-def _numbers(values: object) -> tuple[int, ...]:
-    if not isinstance(values, (tuple, list)) or not all(type(number) is int for number in values):
-        raise UnsafePickle("a tensor's shape is not made of numbers")
-    if len(values) > 8 or not all(0 <= number < 2**63 for number in values):
+    shape = (offset, *size, *stride) if isinstance(size, tuple | list) and isinstance(stride, tuple | list) else ()
+    if not 1 <= len(shape) <= 17 or not all(type(number) is int and 0 <= number < 2**63 for number in shape):
+        raise UnsafePickle("a tensor's shape is not made of a few numbers")
+    first, numel = cast(int, offset), storage.data.numel()
+    sizes, strides = cast(tuple[int, ...], tuple(size)), cast(tuple[int, ...], tuple(stride))  # pyright: ignore
+    if len(sizes) != len(strides):
         raise UnsafePickle("a tensor has no possible shape")
-    return tuple(values)
+    if 0 in sizes:
+        return storage.data.new_empty(sizes)
+    last = first + sum((length - 1) * step for length, step in zip(sizes, strides, strict=True))
+    if last >= numel or math.prod(sizes) > numel:
+        raise UnsafePickle(f"a tensor of shape {list(sizes)} exceeds or repeats numbers of its storage of {numel}")
+    return storage.data.as_strided(sizes, strides, first)
 
 
-def _rebuild_parameter(data: object, *rest: object) -> object:
-    return data
-
-
-def _tuple(*args: Iterable[object]) -> tuple[object, ...]:
-    return tuple(*args)
-
-
-def _device(*args: object) -> tuple[object, ...]:
-    return args
-
-
+_REBUILT = {("torch._utils", name): _rebuild_tensor for name in ("_rebuild_tensor", "_rebuild_tensor_v2")}
+_PARAMETERS = (
+    ("torch._utils", "_rebuild_parameter"),
+    ("torch._utils", "_rebuild_parameter_with_state"),
+    ("torch.nn.parameter", "Parameter"),
+)
 _NAMES: dict[tuple[str, str], object] = {
-    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _rebuild_parameter,
-    ("torch.nn.parameter", "Parameter"): _rebuild_parameter,
-    ("torch", "Size"): _tuple,
-    ("torch", "device"): _device,
-    **{(module, name): _StorageKind(dtype) for name, dtype in _DTYPES.items() for module in ("torch", "torch.cuda")},
+    **_REBUILT,
+    **dict.fromkeys(_PARAMETERS, lambda data, *rest: data),
+    ("torch", "Size"): tuple,
+    ("torch", "device"): lambda *named: named,
+    **{(module, name): dtype for name, dtype in _DTYPES.items() for module in ("torch", "torch.cuda")},
     **{("torch", str(dtype).rpartition(".")[2]): dtype for dtype in _DTYPES.values()},
 }
 
@@ -150,10 +112,8 @@ def read_torch_file(path: Path) -> object:
             raise UserError(f"{path}: empty; expected a checkpoint")
         with opened(path) as file:
             is_zip = file.read(4) == b"PK\x03\x04"
-        if not is_zip:
-            return _resolved(_read_stream(path, size))
         # Copy on write: changing a tensor does not change the file.
-        return _resolved(_read_zip(path, np.memmap(path, dtype=np.uint8, mode="c")))
+        return _read_zip(path, np.memmap(path, dtype=np.uint8, mode="c")) if is_zip else _read_stream(path, size)
     except UnsafePickle as error:
         raise UserError(f"{path}: refused: {error}") from None
     except OSError as error:
@@ -166,32 +126,25 @@ def _read_zip(path: Path, mapped: np.ndarray) -> object:
     storages: dict[str, _Storage] = {}
     with zipfile.ZipFile(path) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
-        pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
-        if len(pickles) != 1:
-            raise UnsafePickle(f"an archive with {len(pickles)} data.pkl; torch.save writes one")
-        prefix = pickles[0].removesuffix("data.pkl")
-        order = f"{prefix}byteorder"
-        if order in entries and bytes(_record(mapped, entries[order])) != b"little":
-            raise UnsafePickle("written on a big-endian machine; save it again on a little-endian one")
+    pickles = [name for name in entries if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(pickles) != 1:
+        raise UnsafePickle(f"an archive with {len(pickles)} data.pkl; torch.save writes one")
+    prefix = pickles[0].removesuffix("data.pkl")
+    order = f"{prefix}byteorder"
+    if order in entries and bytes(_record(mapped, entries[order])) != b"little":
+        raise UnsafePickle("written on a big-endian machine; save it again on a little-endian one")
 
-        def persistent(pid: object) -> _Storage:
-            storage = _named_storage(pid, storages)
-            if storage.data is None:
-                entry = entries.get(f"{prefix}data/{storage.key}")
-                if entry is None:
-                    raise UnsafePickle(f"the storage {storage.key} is missing from the archive")
-                storage.data = _as_tensor(_record(mapped, entry), storage)
-            return storage
+    def persistent(pid: object) -> _Storage:
+        storage = _named_storage(pid, storages)
+        if storage.data is None:
+            storage.fill(_record(mapped, entries[f"{prefix}data/{storage.key}"]))
+        return storage
 
-        return SafeUnpickler(io.BytesIO(bytes(_record(mapped, entries[pickles[0]]))), _NAMES, persistent).load()
+    return SafeUnpickler(io.BytesIO(bytes(_record(mapped, entries[pickles[0]]))), _NAMES, persistent).load()
 
 
 def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
-    """Return the bytes of an uncompressed record, checked against its CRC.
-
-    Raises:
-        UnsafePickle: if the record is compressed or encrypted, extends beyond the file, or is altered.
-    """
+    """Return the bytes of a record that is neither compressed nor encrypted, lies in the file and has its CRC."""
     name = entry.filename
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
         raise UnsafePickle(f"{name} is compressed or encrypted; torch.save does neither")
@@ -208,36 +161,19 @@ def _record(mapped: np.ndarray, entry: zipfile.ZipInfo) -> np.ndarray:
 
 def _named_storage(pid: object, storages: dict[str, _Storage]) -> _Storage:
     """Return the storage that a persistent id ("storage", kind, key, location, numel, ...) names."""
-    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], _StorageKind):
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], torch.dtype):
         raise UnsafePickle("it refers to data in an unknown way")
-    if not isinstance(pid[2], (str, int)):
-        raise UnsafePickle("a storage has no name")
-    kind, key, numel = pid[1], str(pid[2]), pid[4]
-    if type(numel) is not int or numel < 0:
-        raise UnsafePickle(f"the storage {key} has no possible size")
-    storage = storages.setdefault(key, _Storage(key, kind.dtype, numel))
-    if storage.dtype != kind.dtype:
+    _, dtype, key, _, numel, *_ = pid
+    if not isinstance(key, str | int) or type(numel) is not int or not 0 <= numel < 2**63:
+        raise UnsafePickle("a storage has no name or no possible size")
+    storage = storages.setdefault(str(key), _Storage(str(key), dtype, numel))
+    if storage.dtype != dtype:
         raise UnsafePickle(f"the storage {key} has two types")
     return storage
 
 
-def _as_tensor(data: np.ndarray, storage: _Storage) -> Tensor:
-    """Return bytes as a tensor of a storage's elements.
-
-    Raises:
-        UnsafePickle: if the number of bytes does not match the storage's number of elements.
-    """
-    width = torch.empty((), dtype=storage.dtype).element_size()
-    if len(data) != storage.numel * width:
-        raise UnsafePickle(f"the storage {storage.key} says {storage.numel} elements, but has {len(data)} bytes")
-    if len(data) == 0:
-        return torch.empty(0, dtype=storage.dtype)
-    return torch.frombuffer(data, dtype=storage.dtype)
-
-
 def _read_stream(path: Path, size: int) -> object:
     storages: dict[str, _Storage] = {}
-    views: list[tuple[_Storage, _Storage, int]] = []
 
     def persistent(pid: object) -> object:
         if isinstance(pid, tuple) and len(pid) >= 2 and pid[0] == "module":
@@ -246,20 +182,17 @@ def _read_stream(path: Path, size: int) -> object:
         view = pid[5] if isinstance(pid, tuple) and len(pid) > 5 else None
         if view is None:
             return storage
-        if (
-            not isinstance(view, tuple)
-            or len(view) != 3
-            or not isinstance(view[0], (str, int))
-            or not all(type(number) is int for number in view[1:])
-        ):
+        if not isinstance(view, tuple) or len(view) != 3 or not all(type(number) is int for number in view[1:]):
             raise UnsafePickle("a view of a storage in an unknown form")
-        part = _Storage(f"{storage.key}/{view[0]}", storage.dtype, view[2])
-        views.append((storage, part, view[1]))
-        return part
+        _, offset, numel = view
+        if offset < 0 or numel < 0 or offset + numel > storage.numel:
+            raise UnsafePickle(f"a view that does not lie in its storage {storage.key}")
+        data = None if storage.data is None else storage.data[offset : offset + numel]
+        return _Storage(storage.key, storage.dtype, numel, data)
 
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
         first = SafeUnpickler(stream, _NAMES, persistent).load()
-        if first != _MAGIC:
+        if type(first) is not int or first != _MAGIC:
             # A plain pickle, for example a vocabulary.
             return first
         if SafeUnpickler(stream).load() != _STREAM_PROTOCOL:
@@ -267,72 +200,24 @@ def _read_stream(path: Path, size: int) -> object:
         system = SafeUnpickler(stream).load()
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise UnsafePickle("written on a big-endian machine; save it again on a little-endian one")
-        value = SafeUnpickler(stream, _NAMES, persistent).load()
+        # The storages follow the value that needs them: it is read without tensors first.
+        value_at = stream.tell()
+        SafeUnpickler(stream, {**_NAMES, **dict.fromkeys(_REBUILT, lambda *_: None)}, persistent).load()
         keys = SafeUnpickler(stream).load()
         if not isinstance(keys, list):
             raise UnsafePickle("the list of storages is missing")
-        place = stream.tell()
-    with open(path, "rb") as file:
-        _read_storages(file, place, size, keys, storages)
-    for storage, part, offset in views:
-        if storage.data is None or offset < 0 or part.numel < 0 or offset + part.numel > storage.numel:
-            raise UnsafePickle(f"a view that does not lie in its storage {storage.key}")
-        part.data = storage.data[offset : offset + part.numel]
-    return value
-
-
-def _read_storages(
-    file: BufferedReader, place: int, size: int, keys: Iterable[object], storages: dict[str, _Storage]
-) -> None:
-    """Read the storages at the end of a stream into memory aligned to the size of the elements."""
-    for key in keys:
-        if not isinstance(key, (str, int)):
-            raise UnsafePickle("a storage has no name")
-        storage = storages.get(str(key))
-        if storage is None:
-            raise UnsafePickle(f"a storage {key} that nothing refers to")
-        if place + 8 > size:
-            raise UnsafePickle(f"truncated: the storage {key} is missing")
-        file.seek(place)
-        (numel,) = struct.unpack("<q", file.read(8))
-        if numel != storage.numel:
-            raise UnsafePickle(f"the storage {key} says {storage.numel} elements, the file {numel}")
-        end = place + 8 + numel * torch.empty((), dtype=storage.dtype).element_size()
-        if end > size:
-            raise UnsafePickle(f"truncated: the storage {key} ends at byte {end}, the file at {size}")
-        data = np.empty(end - place - 8, dtype=np.uint8)
-        file.readinto(data.data)
-        storage.data = _as_tensor(data, storage)
-        place = end
-
-
-def _resolved(value: object) -> object:
-    """Return the value with every pending tensor replaced by its tensor; objects that occur twice are visited once."""
-    seen: dict[int, object] = {}
-    keep: list[object] = []  # keeps objects alive, so that the ids in `seen` stay valid
-
-    def walk(item: object) -> object:
-        if isinstance(item, _PendingTensor):
-            return item.resolve()
-        if not isinstance(item, (dict, list, tuple, StandIn)):
-            return item
-        if id(item) in seen:
-            return seen[id(item)]
-        keep.append(item)
-        if isinstance(item, tuple):
-            seen[id(item)] = None  # only in a damaged file does a tuple contain itself
-            seen[id(item)] = result = tuple(walk(part) for part in item)
-            return result
-        seen[id(item)] = item
-        if isinstance(item, list):
-            item[:] = [walk(part) for part in item]
-        else:
-            values = item if isinstance(item, dict) else item.__dict__
-            for key in list(values):
-                values[key] = walk(values[key])
-        return item
-
-    try:
-        return walk(value)
-    except RecursionError:
-        raise UnsafePickle("nested too deeply") from None
+        file.seek(stream.tell())
+        for key in keys:
+            storage = storages.get(str(key)) if isinstance(key, str | int) else None
+            if storage is None:
+                raise UnsafePickle("a storage that nothing refers to")
+            (numel,) = struct.unpack("<q", file.read(8))
+            n_byte = numel * storage.dtype.itemsize
+            if numel != storage.numel or file.tell() + n_byte > size:
+                raise UnsafePickle(f"the storage {key} is truncated, or has {numel} elements, not {storage.numel}")
+            # Read into memory that is aligned to the size of the elements.
+            data = np.empty(n_byte, dtype=np.uint8)
+            file.readinto(data.data)
+            storage.fill(data)
+        stream.seek(value_at)
+        return SafeUnpickler(stream, _NAMES, persistent).load()

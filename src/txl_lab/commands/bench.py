@@ -85,7 +85,26 @@ def add_parser(commands: Parser) -> None:
     shared(table, "dtype")
     add_config_options(table, ("model",), "transformer-xl")
     table.set_defaults(run=run_table9)
-    _add_budget(parser)
+    budget = parser.add_command(
+        "budget",
+        help="find the longest segment that trains in a given memory",
+        example="txl bench budget wt103-ablation --like wt103-ablation-no-memory",
+        description="Find, by measurement, the longest segment that trains in as much memory as a reference "
+        "configuration takes, or in a number of bytes (Table 10). Options of the configuration are for both.",
+        add_help=False,
+    )
+    budget.add_argument("preset", metavar="PRESET", help="configuration whose segment is sought, or a run directory")
+    budget.add_argument("--like", metavar="PRESET", help="configuration that may use as much memory as it takes")
+    budget.add_argument("--bytes", type=positive, metavar="N", help="the memory itself, instead of --like")
+    budget.add_argument(
+        "--vocabulary", type=positive, metavar="V", help="tokens of the vocabulary (default: the corpus's)"
+    )
+    budget.add_argument(
+        "--at-most", type=positive, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
+    )
+    shared(budget, "data_dir", "device", "json")
+    add_config_options(budget, ("model", "data", "train"))
+    budget.set_defaults(run=run_budget)
 
 
 def _add_workload(parser: Parser) -> None:
@@ -132,19 +151,34 @@ def run(arguments: argparse.Namespace) -> None:
 
     results: list[Speed] = []
     for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
-        if arguments.workload == "train":
-            config.train.dtype = dtype
-            for compiled in (False, True) if arguments.compile else (False,):
-                config.train.compile = compiled
-                results.append(bench_training(config, arguments.vocabulary, arguments.steps, device))
-                _say(results[-1], config.name, arguments.json)
-        else:
-            results.append(bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype))
-            _say(results[-1], config.name, arguments.json)
+        config.train.dtype = dtype
+        for compiled in (False, True) if arguments.workload == "train" and arguments.compile else (False,):
+            config.train.compile = compiled
+            if arguments.workload == "train":
+                speed = bench_training(config, arguments.vocabulary, arguments.steps, device)
+            else:
+                speed = bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype)
+            results.append(speed)
+            if not arguments.json:
+                layers = ", compiled layers" if speed.compiled else ""
+                print(
+                    f"{config.name} {speed.workload}, {dtype}, {speed.attention} attention{layers}, "
+                    f"{speed.batch_size} lanes, segment {speed.segment}, memory {speed.mem_len}:\n"
+                    f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.fraction:.0%} of the rate of matrix products "
+                    f"({speed.matmul_rate / 1e9:,.0f} GFLOP/s)",
+                    flush=True,
+                )
     if arguments.json:
         _print_results(config, [result.to_dict() for result in results], device)
-    else:
-        _compare(results)
+        return
+    eager = [result for result in results if not result.compiled]
+    for compiled, before in zip((result for result in results if result.compiled), eager, strict=False):
+        gain = compiled.tokens_per_second / before.tokens_per_second
+        print(f"compiled layers are {gain:.2f} times as fast as eager ones in {compiled.dtype}")
+    if len(eager) == 2:
+        ratio = eager[1].tokens_per_second / eager[0].tokens_per_second
+        rate_ratio = eager[1].matmul_rate / eager[0].matmul_rate
+        print(f"bfloat16 is {ratio:.2f} times as fast as float32, matrix products alone {rate_ratio:.2f} times")
 
 
 def _print_results(config: RunConfig, results: list[JsonObject], device: str) -> None:
@@ -153,32 +187,6 @@ def _print_results(config: RunConfig, results: list[JsonObject], device: str) ->
 
     about = {"preset": config.name, "config": config.to_dict(), "results": results}
     print_json(about | {"hardware": describe_hardware(device), "software": describe_software()})
-
-
-def _say(speed: Speed, name: str, quiet: bool) -> None:
-    """Print one measurement, unless `quiet`."""
-    if not quiet:
-        compiled = ", compiled layers" if speed.compiled else ""
-        print(
-            f"{name} {speed.workload}, {speed.dtype}, {speed.attention} attention{compiled}, "
-            f"{speed.batch_size} lanes, segment {speed.segment}, memory {speed.mem_len}:\n"
-            f"  {speed.tokens_per_second:,.0f} tokens/s, {speed.fraction:.0%} of the rate of matrix products "
-            f"({speed.matmul_rate / 1e9:,.0f} GFLOP/s)",
-            flush=True,
-        )
-
-
-def _compare(results: list[Speed]) -> None:
-    """Print how much faster compiling and bfloat16 are."""
-    eager = [result for result in results if not result.compiled]
-    for compiled in (result for result in results if result.compiled):
-        before = next(result for result in eager if result.dtype == compiled.dtype)
-        gain = compiled.tokens_per_second / before.tokens_per_second
-        print(f"compiled layers are {gain:.2f} times as fast as eager ones in {compiled.dtype}")
-    if len(eager) == 2:
-        ratio = eager[1].tokens_per_second / eager[0].tokens_per_second
-        rate_ratio = eager[1].matmul_rate / eager[0].matmul_rate
-        print(f"bfloat16 is {ratio:.2f} times as fast as float32, matrix products alone {rate_ratio:.2f} times")
 
 
 def run_table9(arguments: argparse.Namespace) -> None:
@@ -211,30 +219,6 @@ def run_table9(arguments: argparse.Namespace) -> None:
         _print_results(config, rows, device)
 
 
-def _add_budget(parser: Parser) -> None:
-    """Add `txl bench budget PRESET --like REFERENCE`: the longest segment that trains in the same memory (Table 10)."""
-    parser = parser.add_command(
-        "budget",
-        help="find the longest segment that trains in a given memory",
-        example="txl bench budget wt103-ablation --like wt103-ablation-no-memory",
-        description="Find, by measurement, the longest segment that trains in as much memory as a reference "
-        "configuration takes, or in a number of bytes (Table 10). Options of the configuration are for both.",
-        add_help=False,
-    )
-    parser.add_argument("preset", metavar="PRESET", help="configuration whose segment is sought, or a run directory")
-    parser.add_argument("--like", metavar="PRESET", help="configuration that may use as much memory as it takes")
-    parser.add_argument("--bytes", type=positive, metavar="N", help="the memory itself, instead of --like")
-    parser.add_argument(
-        "--vocabulary", type=positive, metavar="V", help="tokens of the vocabulary (default: the corpus's)"
-    )
-    parser.add_argument(
-        "--at-most", type=positive, default=1 << 14, metavar="T", help="try no longer segment (default: 16384)"
-    )
-    shared(parser, "data_dir", "device", "json")
-    add_config_options(parser, ("model", "data", "train"))
-    parser.set_defaults(run=run_budget)
-
-
 def run_budget(arguments: argparse.Namespace) -> None:
     """Find the segment by measurement, and print it."""
     if (arguments.like is None) == (arguments.bytes is None):
@@ -264,19 +248,9 @@ def run_budget(arguments: argparse.Namespace) -> None:
         on_measured=lambda segment, peak: say(f"{config.name}, segments of {segment}: {peak:,} bytes at its peak"),
     )
     if arguments.json:
-        found = with_segment(config, fit.segment)
-        print_json(
-            {
-                "preset": config.name,
-                "reference": None
-                if reference is None
-                else {"name": reference.name, "segment": reference.train.segment},
-                "vocabulary_size": vocab_size,
-                "device": device,
-                "config": found.to_dict(),
-                **fit.to_dict(),
-            }
-        )
+        like = None if reference is None else {"name": reference.name, "segment": reference.train.segment}
+        about = {"preset": config.name, "reference": like, "vocabulary_size": vocab_size, "device": device}
+        print_json(about | {"config": with_segment(config, fit.segment).to_dict(), **fit.to_dict()})
         return
     limit = ", the longest that was allowed" if fit.segment == arguments.at_most else ""
     print(
@@ -286,11 +260,8 @@ def run_budget(arguments: argparse.Namespace) -> None:
 
 
 def _configuration(name: str, options: dict[str, str]) -> RunConfig:
-    """Return a configuration with the options set.
-
-    The segment is checked here: only other segments are measured, so no later check sees an invalid one.
-    """
     config = with_options(base_config(name), options)
+    # Only other segments are measured, so no later check sees an invalid one.
     if config.train.segment < 1:
         raise UserError(field="train.segment", value=config.train.segment, expected="1 or more")
     return config

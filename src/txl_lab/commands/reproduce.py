@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,10 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.reuse:
         copied = f"copy the record to {definition.name}.json in an empty folder, and give that folder to "
         raise UserError("is gone", field="reuse", remedy=(copied, Field("out")))
-    scale = find_scale(arguments.scale).with_steps(arguments.steps).with_eval_tokens(arguments.eval_tokens)
-    scale = scale.with_dtype(arguments.dtype)
-    if arguments.until_converged:
-        scale = scale.with_until_converged(UntilConverged())
+    rules = UntilConverged() if arguments.until_converged else None
+    scale = find_scale(arguments.scale).changed(arguments.steps, arguments.eval_tokens, arguments.dtype, rules)
     seeds = arguments.seeds
     if seeds is None:
         seeds = scale.seeds if definition.measurement.has_numbers else 1
@@ -88,12 +87,12 @@ def run(arguments: argparse.Namespace) -> None:
             (Field("so_far"), " and ", Field("dry_run"), " were both given"), remedy="leave one of them out"
         )
     if arguments.dry_run:
-        from txl_lab.paper.plan import plan, plan_lines
+        from txl_lab.paper.configuring import plan, plan_lines
 
         planned = plan(definition, scale, data, arguments.data_dir, quiet)
         if arguments.json:
             print_json(
-                {"what": definition.name, "scale": scale.name, "seeds": seeds, "rows": [r.to_dict() for r in planned]}
+                {"what": definition.name, "scale": scale.name, "seeds": seeds, "rows": [asdict(row) for row in planned]}
             )
         else:
             print(

@@ -1,16 +1,20 @@
-"""Configuration of a row at a scale, or the reason why the row is not trained."""
+"""Configuration of a row at a scale, or the reason why the row is not trained; and the plan of a table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
-from txl.config import DataConfig, ModelConfig, RunConfig, model_with, validate, with_options
+from txl.config import DataConfig, RunConfig, model_with, validate, with_options
+from txl.data.corpora import vocabulary_size
 from txl.errors import UserError
-from txl.presets import preset
+from txl.presets import preset, presets
+from txl.reporting.wording import counted
 from txl.training.estimate import estimate
 from txl_lab.paper.converging import with_convergence
+from txl_lab.paper.measurements import Speed
 from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import FITTED, Definition, Row
 from txl_lab.speed.budget import with_segment
@@ -24,12 +28,7 @@ FitSegment = Callable[[RunConfig, RunConfig, int], int]
 
 
 class NotTrained(Exception):
-    """Exception for a row that is listed but not trained; its message is the reason.
-
-    Args:
-        status: status of the row (`RowResult.status`).
-        reason: reason in words.
-    """
+    """Exception for a row that is listed but not trained, with the status of the row (`RowResult`) and the reason."""
 
     def __init__(self, status: Literal["published only", "not at this scale"], reason: str):
         super().__init__(reason)
@@ -39,19 +38,9 @@ class NotTrained(Exception):
 def configure(
     definition: Definition, row: Row, scale: Scale, data: DataConfig, vocab_size: int, fit_segment: FitSegment
 ) -> RunConfig:
-    """Return the configuration of a row, with seed 1.
+    """Return the configuration of a row at a scale, with seed 1; `NotTrained` if it has none.
 
-    Args:
-        definition: definition of the table.
-        row: row of the table.
-        scale: scale with the model and the budget.
-        data: configuration of the corpus.
-        vocab_size: number of tokens in the vocabulary.
-        fit_segment: function that finds the segment of a row with `equal_memory_with`.
-
-    Raises:
-        NotTrained: if the row has no configuration at this scale.
-        UserError: if the configuration breaks a rule.
+    `fit_segment` finds the segment of a row with `equal_memory_with`.
     """
     if not row.trained:
         raise NotTrained("published only", "")
@@ -96,8 +85,10 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
         n_layer = max(1, round(run.model.n_layer * row.shape.depth))
         run.model = dataclasses.replace(run.model, n_layer=n_layer, **widths, **lengths)
         run.train.batch_size //= row.lanes_over
-        if definition.unit == "word":
-            _settle_clusters(run.model, row, vocab_size)
+        if definition.unit == "word" and row.adaptive:
+            run.model.cutoffs, run.model.div_val = (vocab_size // 8, vocab_size // 2), 4
+        elif definition.unit == "word" and vocab_size >= 8000:
+            run.model.cutoffs = (vocab_size // 10, vocab_size // 3)
     longest = max(run.train.segment, scale.longest_context, *scale.attention_lengths_of(run))
     if not scale.is_published:
         run = with_options(run, row.options(run.train.segment, run.model.mem_len, longest), drop=True)
@@ -105,14 +96,6 @@ def _varied(definition: Definition, row: Row, scale: Scale, data: DataConfig, vo
     if scale.dtype is not None:
         run.train.dtype = scale.dtype
     return run
-
-
-def _settle_clusters(model: ModelConfig, row: Row, vocab_size: int) -> None:
-    """Set the cutoffs of the softmax in proportion to the vocabulary, if it is large or the row is `adaptive`."""
-    if row.adaptive:
-        model.cutoffs, model.div_val = (vocab_size // 8, vocab_size // 2), 4
-    elif vocab_size >= 8000:
-        model.cutoffs = (vocab_size // 10, vocab_size // 3)
 
 
 def fitted(run: RunConfig, field: str, vocab_size: int, target: int) -> RunConfig:
@@ -163,3 +146,66 @@ def estimated_segment(run: RunConfig, other: RunConfig, vocab_size: int) -> int:
         else:
             high, above, below = segment, over, below / 2
     return low
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row of a plan."""
+
+    key: str
+    name: str
+    status: str  # one of "to train", "to measure", "published only", "not at this scale", "failed"
+    reason: str = ""
+    preset: str | None = None
+    parameters: int | None = None
+    steps: int | None = None
+    tokens: int | None = None  # training tokens of one seed
+
+
+def plan(definition: Definition, scale: Scale, data: DataConfig, data_dir: str | None, quiet: bool) -> list[PlannedRow]:
+    """Return the plan of every row at a scale; open the corpus only if the size of its vocabulary is not known."""
+    if isinstance(definition.measurement, Speed):
+        return [
+            PlannedRow(row.key, f"attention length {scale.speed_length(row.length):,}", "to measure", preset=row.preset)
+            for row in definition.rows
+        ]
+    published = scale.is_published and data.corpus == definition.corpus
+    size = None if published else vocabulary_size(data, data_dir, quiet)
+    return [_planned(definition, row, scale, data, size) for row in definition.rows]
+
+
+def _planned(definition: Definition, row: Row, scale: Scale, data: DataConfig, size: int | None) -> PlannedRow:
+    if size is None:
+        size = presets()[row.preset].vocab_size if row.preset in presets() else 1
+    try:
+        run = configure(definition, row, scale, data, size, estimated_segment)
+    except NotTrained as why:
+        return PlannedRow(row.key, row.name, why.status, str(why))
+    except UserError as error:
+        return PlannedRow(row.key, row.name, "failed", str(error))
+    if row.cache_over is not None:
+        return PlannedRow(row.key, row.name, "to measure", f"a cache over {row.cache_over}")
+    train = run.train
+    return PlannedRow(
+        row.key,
+        row.name,
+        "to train",
+        f"segments of about {train.segment}, measured when it runs" if row.equal_memory_with is not None else "",
+        preset=row.preset if scale.is_published else None,
+        parameters=run.model.parameter_count(size),
+        steps=train.steps,
+        tokens=train.steps * train.tokens_per_step,
+    )
+
+
+def plan_lines(planned: list[PlannedRow], seeds: int) -> list[str]:
+    """Return the lines of the plan as a table in Markdown, with totals below the table."""
+    lines = ["| row | model | preset | parameters | steps | tokens a seed | |", "|---|---|---|---:|---:|---:|---|"]
+    for row in planned:
+        counts = (row.parameters, row.steps, row.tokens)
+        numbers = " | ".join("-" if count is None else f"{count:,}" for count in counts)
+        reason = f"{row.status}: {row.reason}" if row.reason else row.status
+        lines.append(f"| {row.key} | {row.name} | {row.preset or '-'} | {numbers} | {reason} |")
+    total = seeds * sum(row.tokens or 0 for row in planned)
+    trained = seeds * sum(row.tokens is not None for row in planned)
+    return [*lines, "", f"{counted(trained, 'run')} over {counted(seeds, 'seed')}, {total:,} tokens in all"]

@@ -14,15 +14,16 @@ with runs of its own.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from txl.config import RunConfig, TrainConfig, TransformerXLConfig
 from txl.errors import UserError
-from txl_lab.paper.stored import stored_json, write_json
+from txl.files import JsonObject, read_json, write_whole
 
 # Least gain in nats per token for which half a rate is chosen. Tables share models only at the same rate, so a tiny
 # gain must not change it. Seeds of one model differ by more, 0.01 to 0.06.
@@ -136,19 +137,10 @@ def tuning_run(run: RunConfig, rules: UntilConverged, factor: float) -> RunConfi
 def tune(
     table: str, row: str, run: RunConfig, rules: UntilConverged, folder: Path, fit: Callable[[RunConfig, Path], Tried]
 ) -> Tuned:
-    """Return the tuned learning rate of a row's recipe: stored in the folder, or else tuned now and stored.
+    """Return the tuned learning rate of the recipe of a row, stored in the folder, or else tuned now and stored.
 
-    Args:
-        table: name of the table.
-        row: key of the row.
-        run: configuration from `with_convergence`, with the recipe's learning rate and seed 1.
-        rules: rules with the rates to try and the share of steps.
-        folder: folder with the rates of all recipes.
-        fit: function that trains a run in a directory; `factor` of its result is set here.
-
-    Raises:
-        UserError: if training diverges at every rate.
-        RunInterrupted: after Ctrl-C or SIGTERM.
+    `run` is a configuration from `with_convergence`, with the recipe's learning rate and seed 1, and `fit` trains a run
+    in a directory. If training diverges at every rate, this is a UserError.
     """
     recipe = recipe_of(run)
     path = folder / f"{recipe}.json"
@@ -197,14 +189,7 @@ def tune(
 
 
 def whole_run(folder: Path, recipe: str, row: str, run: RunConfig) -> Path:
-    """Return the directory in which a row's run to the end was made while its learning rate was tuned.
-
-    Args:
-        folder: folder with the rates of all recipes.
-        recipe: name of the recipe.
-        row: key of the row.
-        run: configuration of the run, at the rate that was tried.
-    """
+    """Return the directory in which a row's run to the end was made while its learning rate was tuned."""
     return folder / recipe / row / f"{run.train.learning_rate:g}-whole"
 
 
@@ -217,3 +202,20 @@ def _best(tried: dict[float, Tried]) -> float:
 def _loss(tried: Tried) -> float:
     """Return the loss of a run that tried a learning rate, infinite if training diverged."""
     return math.inf if tried["nll"] is None else tried["nll"]
+
+
+def write_json(path: Path, value: JsonObject, indent: int | None = None) -> None:
+    """Write an object into a file, whose folder is created if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(value, indent=indent) + "\n")
+
+
+def stored_json(path: Path) -> Any:
+    """Return the object in a JSON file; None if the file is missing."""
+    try:
+        stored = read_json(path, "delete it to measure anew")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if not isinstance(stored, dict):
+        raise UserError(f"{path}: damaged (no JSON object); delete it to measure anew")
+    return stored

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import sys
 import time
 import traceback
@@ -17,12 +18,12 @@ from pathlib import Path
 
 from txl.config import DataConfig, RunConfig, with_unset_data
 from txl.data.corpora import Corpus, open_corpus
-from txl.data.lanes import LaneStream
-from txl.errors import CommandFailed, Field, ProcessLost, RunInterrupted, TrainingDiverged, UserError
-from txl.evaluation.cache_tuning import tune_cache_with
+from txl.data.lanes import LaneStream, shuffled
+from txl.errors import CommandFailed, ProcessLost, RunInterrupted, TrainingDiverged, UserError
 from txl.evaluation.perplexity import evaluate_with
 from txl.evaluation.stream import Settings
-from txl.files import JsonObject
+from txl.evaluation.tuning import tune_cache_with
+from txl.files import JsonObject, write_whole
 from txl.reporting.wording import short_name
 from txl.runs.directory import RunDirectory
 from txl.runs.environment import describe_hardware, describe_software
@@ -30,42 +31,33 @@ from txl.training.loop import check_validation_split
 from txl.training.trainer import Trainer
 from txl.units import quality
 from txl_lab.paper.configuring import NotTrained, configure
-from txl_lab.paper.converging import Tried, UntilConverged, at_rate, tune, whole_run
+from txl_lab.paper.converging import Tried, at_rate, stored_json, tune, whole_run, write_json
 from txl_lab.paper.folder import Folder
 from txl_lab.paper.measurements import ModelMeasurement, Speed, Trained, is_finite
 from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import Definition, Row, RowResult
-from txl_lab.paper.sentences import shuffled_sentences
-from txl_lab.paper.stored import stored_json, write_json
 from txl_lab.speed.budget import longest_segment, peak_bytes
 from txl_lab.speed.workloads import measure_cost
+
+# Line ends, and white space after a full stop that is a token; a closing quotation mark stays with its sentence.
+_TOKEN_ENDS = re.compile(r"(?<=\s[.!?])[^\S\n]+(?![\"')])|\n")
+_WORD_ENDS = re.compile(r"(?<=[.!?])\s+|\n")
+SEED = 1  # of the order of sentences
 
 
 @dataclass
 class Experiment:
-    """A table or figure at a scale, in a folder.
-
-    Args:
-        definition: definition of the table.
-        scale: model, budget and amount of evaluation.
-        data: configuration of the corpus.
-        out: folder of the experiment; created if missing, continued if it holds the same experiment or its record.
-        seeds: number of runs of each model, with seeds 1, 2, ...
-        device: device that trains and measures.
-        data_dir: directory of prepared corpora.
-        quiet: True to print no progress on standard error.
-        so_far: True to train and measure nothing, and only load the results that are finished.
-    """
+    """A table or figure at a scale, in a folder that is created if missing, and continued if it holds the same one."""
 
     definition: Definition
     scale: Scale
     data: DataConfig
     out: Path
-    seeds: int
+    seeds: int  # runs of each model, with seeds 1, 2, ...
     device: str
     data_dir: str | None = None
     quiet: bool = False
-    so_far: bool = False
+    so_far: bool = False  # train and measure nothing, only load the results that are finished
     # Differences of the corpus from the published one; known once `run` has opened it
     changed_text: tuple[str, ...] = field(default=(), init=False)
 
@@ -76,24 +68,23 @@ class Experiment:
             UserError: if the folder holds another experiment, or the corpus cannot be opened.
             RunInterrupted: after Ctrl-C or SIGTERM, once the current run is saved.
         """
+        name, stored = self.definition.name, self.folder.about.get("data")
         if self.scale.is_published and not any(row.preset for row in self.definition.rows):
-            raise UserError(
-                field="scale",
-                value=self.scale.name,
-                but=f"{self.definition.name} has no published presets",
-                expected="tiny or small",
-            )
-        about = self._about()
+            but = f"{name} has no published presets"
+            raise UserError(field="scale", value=self.scale.name, but=but, expected="tiny or small")
+        # Fields that the user left unset, for the preparation of text, have the folder's values.
+        if isinstance(stored, dict):
+            self.data = with_unset_data(RunConfig(data=self.data), RunConfig.from_dict({"data": stored})).data
+        data = RunConfig(data=self.data).to_dict()["data"]
+        about = {"experiment": self.definition.experiment_name, "scale": self.scale.to_dict(), "data": data}
         self.folder.check(about)
         if self.so_far and not self.folder.is_begun:
-            raise UserError(
-                f"{self.out} holds no reproduction",
-                field="so_far",
-                remedy=("leave ", Field("so_far"), " out to start one"),
-            )
+            raise UserError(f"{self.out} holds no reproduction", field="so_far", remedy="leave it out to start one")
         measurement = self.definition.measurement
         if isinstance(measurement, Speed):
-            self.folder.begin(about | {"hardware": _comparable_hardware(self.device)})
+            hardware = describe_hardware(self.device)
+            hardware.pop("memory_bytes")  # times do not depend on it
+            self.folder.begin(about | {"hardware": hardware})
             rows = [RowResult(row, "done") for row in self.definition.rows]
             return self._over_seeds(rows, lambda result, _: measurement.time(result.row, self.scale, self.device))
         assert isinstance(measurement, ModelMeasurement)
@@ -101,9 +92,24 @@ class Experiment:
         self.changed_text = tuple(corpus.info().get("differences", ()))
         # After opening the corpus: if that fails, no folder has been created.
         self.folder.begin(about | {"text": corpus.info()["identity"]})
-        data, corpus = self._trained_on(corpus)
+        data = self.data
+        if self.definition.separate_sentences and corpus.tokens("train").sentences is None:
+            folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
+            data = dataclasses.replace(data, corpus=str(folder), source=None, like_original=False)
+            corpus = open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
         rows = [self._configured(row, data, corpus) for row in self.definition.rows]
-        self._refuse_what_cannot_be(measurement, rows, corpus)
+        # What would fail is refused before anything has trained for hours.
+        configured = [(result, result.config) for result in rows if result.config is not None]
+        failed = [result for result in rows if result.status == "failed"]
+        if failed and not configured:
+            raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
+        for result, config in configured:
+            for split, least in measurement.least_tokens(RunConfig.from_dict(config), self.scale).items():
+                if (n_token := len(corpus.tokens(split))) < least:
+                    has = f"the {split} split of {corpus.name} has {n_token:,} tokens"
+                    raise UserError(f"{has}, but {self.definition.name} reads {least:,} or more at this scale")
+            for seed in range(1, self.seeds + 1):
+                self.folder.check_result(result.row, seed, config)
         model = RowModels(self, measurement, corpus, rows)
         return self._over_seeds(rows, model)
 
@@ -116,24 +122,6 @@ class Experiment:
         """Print what begins."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
-
-    def _about(self) -> JsonObject:
-        """Return the experiment as the folder stores it, and set the corpus: fields that the user left unset, for the
-        preparation of text, have the folder's values.
-        """
-        stored = self.folder.about.get("data")
-        if isinstance(stored, dict):
-            self.data = with_unset_data(RunConfig(data=self.data), RunConfig.from_dict({"data": stored})).data
-        data = RunConfig(data=self.data).to_dict()["data"]
-        return {"experiment": self.definition.experiment_name, "scale": self.scale.to_dict(), "data": data}
-
-    def _trained_on(self, corpus: Corpus) -> tuple[DataConfig, Corpus]:
-        """Return the corpus to train on: the given one, or its sentences in random order if the table needs this."""
-        if not self.definition.separate_sentences or corpus.tokens("train").sentences is not None:
-            return self.data, corpus
-        folder = shuffled_sentences(corpus, self.out.resolve() / "corpus")
-        data = dataclasses.replace(self.data, corpus=str(folder), source=None, like_original=False)
-        return data, open_corpus(data.corpus, config=data, data_dir=self.data_dir, quiet=self.quiet)
 
     def _configured(self, row: Row, data: DataConfig, corpus: Corpus) -> RowResult:
         """Return a row with its configuration, or with the reason why it is not trained."""
@@ -148,11 +136,7 @@ class Experiment:
         return RowResult(row, "done", config=run.to_dict())
 
     def _measured_segment(self, run: RunConfig, other: RunConfig, vocab_size: int) -> int:
-        """Return the longest segment that trains in another configuration's memory, measured once and then stored.
-
-        All seeds use the stored length. A folder that is continued on another device also does, although a measurement
-        there would give another length.
-        """
+        """Return the longest segment that trains in another configuration's memory, measured once for all seeds."""
         path = self.out / "memory" / f"{run.name}.json"
         stored = stored_json(path)
         if stored is None:
@@ -164,22 +148,6 @@ class Experiment:
         if type(segment) is not int or segment < 1:
             raise UserError(f"{path}: damaged (no length of a segment); delete it to measure anew")
         return segment
-
-    def _refuse_what_cannot_be(self, measurement: ModelMeasurement, rows: list[RowResult], corpus: Corpus) -> None:
-        """Refuse an experiment whose measurements would fail, before it has trained for hours."""
-        configured = [(result, result.config) for result in rows if result.config is not None]
-        failed = [result for result in rows if result.status == "failed"]
-        if failed and not configured:
-            raise UserError(f"no row of {self.definition.name} can be trained; {failed[0].row.key}: {failed[0].reason}")
-        for result, config in configured:
-            for split, least in measurement.least_tokens(RunConfig.from_dict(config), self.scale).items():
-                if len(corpus.tokens(split)) < least:
-                    raise UserError(
-                        f"the {split} split of {corpus.name} has {len(corpus.tokens(split)):,} tokens, but at scale "
-                        f"{self.scale.name} {self.definition.name} reads {least:,} or more; expected a larger corpus"
-                    )
-            for seed in range(1, self.seeds + 1):
-                self.folder.check_result(result.row, seed, config)
 
     def _over_seeds(self, rows: list[RowResult], measured: Callable[[RowResult, int], JsonObject]) -> list[RowResult]:
         """Run every model with the first seed, then with the next: the table of each seed is complete in turn."""
@@ -237,7 +205,10 @@ class RowModels:
         run, found = RunConfig.from_dict(result.config), JsonObject()
         directory = folder.run(row, seed)
         if (rules := self.experiment.scale.until_converged) is not None:
-            run, found["rates"], whole = self._tuned(row, run, rules)
+            run.train.seed, rates = 1, folder.rates
+            tuned = tune(self.experiment.definition.name, row.key, run, rules, rates, self._try_rate)
+            found["rates"], run = dict(tuned), at_rate(run, tuned["factor"])
+            whole = whole_run(rates, tuned["recipe"], row.key, run)
             if seed == 1 and whole.exists() and not directory.exists():  # the run to the end at the chosen rate
                 directory.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(whole, directory)
@@ -260,13 +231,6 @@ class RowModels:
             pairs, peer = 3 * self.experiment.scale.speed_steps, RunConfig.from_dict(self.peer)
             measured |= measure_cost(run, peer, len(self.corpus.vocabulary), pairs, self.experiment.device)
         return found | measured | {"measuring_seconds": time.perf_counter() - began}
-
-    def _tuned(self, row: Row, run: RunConfig, rules: UntilConverged) -> tuple[RunConfig, JsonObject, Path]:
-        """Return the run at the tuned rate of its recipe, the tuned rate, and where a run to the end at it may lie."""
-        run.train.seed, rates = 1, self.experiment.folder.rates
-        tuned = tune(self.experiment.definition.name, row.key, run, rules, rates, self._try_rate)
-        run = at_rate(run, tuned["factor"])
-        return run, dict(tuned), whole_run(rates, tuned["recipe"], row.key, run)
 
     def fit(self, run: RunConfig, directory: Path) -> JsonObject:
         """Train a run, or resume it, and return its outcome."""
@@ -317,13 +281,8 @@ class RowModels:
         }
 
 
-def _comparable_hardware(device: str) -> JsonObject:
-    """Return the description of the hardware without its memory size, on which times do not depend."""
-    return {name: value for name, value in describe_hardware(device).items() if name != "memory_bytes"}
-
-
 def default_folder(definition: Definition, scale: Scale, data: DataConfig) -> Path:
-    """Return the default folder: runs/reproduce/EXPERIMENT-SCALE-CORPUS, with changes of the scale before CORPUS."""
+    """Return runs/reproduce/EXPERIMENT-SCALE-CORPUS, with changes of the scale before CORPUS."""
     name = short_name(data.corpus)
     corpus = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in name) or "text"
     changed = [str(change) for change in (scale.steps, scale.dtype) if change is not None]
@@ -335,3 +294,26 @@ def circumstances(out: Path, device: str) -> JsonObject:
     """Return descriptions of the hardware and software of an experiment, and the identity of its text if it has one."""
     text = {name: value for name, value in (stored_json(out / "experiment.json") or {}).items() if name == "text"}
     return {"hardware": describe_hardware(device), "software": describe_software()} | text
+
+
+def shuffled_sentences(corpus: Corpus, folder: Path) -> Path:
+    """Write each split of a corpus as a text file of its sentences in random order, one per line; return the folder.
+
+    This makes a corpus without long-term dependency, in the form of One Billion Word (Tables 4 and 7), from any other.
+    Words that its vocabulary lacks are written as <unk>; files that exist are kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "valid", "test"):
+        path = folder / f"{split}.txt"
+        if path.exists():
+            continue
+        text = corpus.vocabulary.decode(corpus.tokens(split)[:].tolist())
+        # In tokenised text an abbreviation's full stop is part of its word. Penn Treebank has one sentence a line.
+        ends = _TOKEN_ENDS if re.search(r"\s[.!?]\s", text) else _WORD_ENDS
+        parts = text.split("\n") if corpus.name == "ptb" else ends.split(text)
+        sentences = [sentence for part in parts if (sentence := part.strip())]
+        if not sentences:
+            raise UserError(f"the {split} split of {corpus.name} has no sentence to put in order")
+        order = shuffled(len(sentences), SEED, 0).tolist()
+        write_whole(path, "".join(f"{sentences[place]}\n" for place in order))
+    return folder

@@ -25,21 +25,15 @@ from pathlib import Path
 from txl.config import RunConfig
 from txl.errors import Field, UserError, cause
 from txl.files import JsonObject, read_json
-from txl_lab.paper.converging import at_rate, recipe_of
+from txl_lab.paper.converging import at_rate, recipe_of, stored_json, write_json
 from txl_lab.paper.schema import Definition, Row
-from txl_lab.paper.stored import changes, stored_json, write_json
 
 _REMEDY = ("give another ", Field("out"), ", or delete it to measure its model again (and its run, to train anew)")
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Folder of a reproduction.
-
-    Args:
-        path: path of the folder, which may be missing.
-        definition: table of the reproduction.
-    """
+    """Folder of a reproduction of a table; it may be missing."""
 
     path: Path
     definition: Definition
@@ -59,32 +53,38 @@ class Folder:
         """Folder of the learning rates that were tried."""
         return self.path / "rates"
 
+    @property
+    def _about(self) -> Path:
+        return self.path / "experiment.json"
+
+    @property
+    def _record(self) -> Path:
+        return self.path / f"{self.definition.name}.json"
+
     def run(self, row: Row, seed: int) -> Path:
         """Return the run directory of a row."""
         return self.path / "runs" / f"{row.key}-seed{seed}"
 
+    def _result(self, row: Row, seed: int) -> Path:
+        return self.path / "results" / self.definition.measurement.results / f"{row.key}-seed{seed}.json"
+
     def check(self, about: JsonObject) -> None:
         """Refuse a folder with other files, or with results of another experiment than `about`."""
         there = self.about
-        changed = changes({name: there.get(name) for name in about}, about) if there else []
+        changed = _changes({name: there.get(name) for name in about}, about) if there else []
         if changed and any((self.path / name).exists() for name in ("rates", "runs", "results")):
-            raise UserError(
-                f"holds another reproduction: {', '.join(changed)}",
-                field="out",
-                value=self.path,
-                remedy=("give another ", Field("out")),
-            )
-        is_other = self.path.exists() and (not self.path.is_dir() or any(map(self._foreign, self.path.iterdir())))
-        if is_other and not there:
-            raise UserError(
-                "not empty and not a reproduction", field="out", value=self.path, remedy="give another directory"
-            )
+            why = f"holds another reproduction: {', '.join(changed)}"
+            raise UserError(why, field="out", value=self.path, remedy="give another directory")
+        begins = ("experiment.json", self._record.name)  # what a reproduction writes first or begins with
+        files = self.path.iterdir() if self.path.is_dir() else [self.path]
+        if not there and self.path.exists() and any(not path.name.startswith(begins) for path in files):
+            why = "not empty and not a reproduction"
+            raise UserError(why, field="out", value=self.path, remedy="give another directory")
 
     def begin(self, about: JsonObject) -> None:
         """Create the folder with its record, or check that it holds the same experiment.
 
-        Args:
-            about: experiment, scale, corpus, and identity of the text, or hardware whose times are stored.
+        `about` is the experiment, scale, corpus, and identity of the text, or hardware whose times are stored.
         """
         self.check(about)
         if self.about == about:
@@ -101,8 +101,9 @@ class Folder:
         stored = stored_json(path)
         if stored is None:
             return None
-        if missing := [name for name in self.definition.measures if not _is_number(stored.get(name))]:
-            raise UserError(f"{path}: damaged (no number in {', '.join(missing)}); delete it to measure anew")
+        for name in self.definition.measures:
+            if not isinstance(stored.get(name), (int, float)) or not math.isfinite(stored[name]):
+                raise UserError(f"{path}: damaged (no number in {name}); delete it to measure anew")
         return stored if all((self.path / name).exists() for name in stored.get("files", ())) else None
 
     def save(self, row: Row, seed: int, result: JsonObject) -> None:
@@ -110,13 +111,7 @@ class Folder:
         write_json(self._result(row, seed), result)
 
     def check_result(self, row: Row, seed: int, config: JsonObject) -> None:
-        """Refuse a stored result of another configuration.
-
-        Args:
-            row: row of the table.
-            seed: seed of the run.
-            config: configuration of the row, at the learning rate of its recipe.
-        """
+        """Refuse a stored result of another configuration than a row's, which has the learning rate of its recipe."""
         result = self.load(row, seed)
         if result is None:
             return
@@ -130,23 +125,8 @@ class Folder:
         before.data.corpus = configured.data.corpus  # the text is compared by identity; its path may have changed
         if "recorded" in result:  # measured on another machine, where other arithmetic may be fast
             before.train.dtype, before.data.source = configured.train.dtype, configured.data.source
-        if changed := changes(before.to_dict(), configured.to_dict()):
+        if changed := _changes(before.to_dict(), configured.to_dict()):
             raise UserError(f"of another configuration: {', '.join(changed)}", value=path, remedy=_REMEDY)
-
-    @property
-    def _about(self) -> Path:
-        return self.path / "experiment.json"
-
-    @property
-    def _record(self) -> Path:
-        return self.path / f"{self.definition.name}.json"
-
-    def _result(self, row: Row, seed: int) -> Path:
-        return self.path / "results" / self.definition.measurement.results / f"{row.key}-seed{seed}.json"
-
-    def _foreign(self, path: Path) -> bool:
-        """Return True if a file or folder is not one that a reproduction writes first or begins with."""
-        return not path.name.startswith(("experiment.json", self._record.name))
 
     def _take_record(self, about: JsonObject) -> None:
         """Write the results and learning rates of the record in the folder, as if they had been measured here."""
@@ -159,7 +139,7 @@ class Folder:
             wanted = {"scale": json.loads(json.dumps(about["scale"])), "text": about["text"]}
             for compared in (there, wanted):
                 compared["scale"].pop("dtype", None)  # another machine may be fast in other arithmetic
-            if changed := changes(there, wanted):
+            if changed := _changes(there, wanted):
                 raise UserError(f"{self._record} is of another reproduction: {', '.join(changed)}; delete it")
             origin = {name: whole[name] for name in ("commit", "date") if name in whole}
             origin |= {name: record[name] for name in ("command", "hardware")} | {"dtype": record["scale"].get("dtype")}
@@ -185,9 +165,7 @@ class Folder:
             together = [row, *(other for other in self.definition.rows if other.cache_over == row.key)]
             if compared:
                 together += [other for other in self.definition.rows if other.group == row.group and other.trained]
-            seeds = set.intersection(
-                *(set(rows[other.key]["seeds"]) if other.key in rows else set() for other in together)
-            )
+            seeds = set.intersection(*(set(rows.get(other.key, {"seeds": ()})["seeds"]) for other in together))
             for place, seed in enumerate(sorted(map(int, seeds))):
                 recorded = rows[row.key]
                 result = dict(recorded["seeds"][str(seed)])
@@ -196,24 +174,28 @@ class Folder:
                     run = at_rate(run, result["rates"]["factor"])
                 run.train.seed = seed
                 result |= {"config": run.to_dict(), "recorded": result.get("recorded", origin)}
-                if compared:
-                    result["effective context"] = _effective_context(record, recorded, row.group, seed, place)
+                if compared:  # a record of Table 8 has these instead of losses of single targets
+                    own = (row.group, seed, row.key)
+                    [gains] = [
+                        gains["gains"]
+                        for gains in record["gains"]
+                        if (gains["group"], gains["seed"], gains["row"]) == own
+                    ]
+                    result["effective context"] = {
+                        "values": {name: values[place] for name, values in recorded["values"].items()},
+                        "curve": {length: losses[place] for length, losses in recorded["loss_by_length"].items()},
+                        "gains": gains,
+                    }
                 yield row, seed, result
 
 
-def _effective_context(record: JsonObject, row: JsonObject, group: str, seed: int, place: int) -> JsonObject:
-    """Return what a record of Table 8 has instead of losses of single targets: lengths, mean losses, gains."""
-    [gains] = [
-        gains["gains"]
-        for gains in record["gains"]
-        if (gains["group"], gains["seed"], gains["row"]) == (group, seed, row["row"])
-    ]
-    return {
-        "values": {name: values[place] for name, values in row["values"].items()},
-        "curve": {length: losses[place] for length, losses in row["loss_by_length"].items()},
-        "gains": gains,
-    }
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _changes(old: JsonObject, new: JsonObject, prefix: str = "") -> list[str]:
+    """Return the differences between two records, each as in "data.corpus stdlib -> ptb"."""
+    changed = []
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            changed += _changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            changed.append(f"{prefix}{name} {before} -> {after}")
+    return changed

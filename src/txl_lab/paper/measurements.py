@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,11 +16,13 @@ from txl.analysis.samples import Plan, make_samples
 from txl.config import RunConfig, TransformerXLConfig, model_from_dict
 from txl.data.corpora import Corpus
 from txl.data.detokenise import convention_of
+from txl.data.prepared import Tokens
 from txl.data.vocabulary import Vocabulary
 from txl.errors import UserError
 from txl.evaluation.effective_context import effective_context, spread_targets
-from txl.evaluation.sliding import losses_at_contexts, sliding_losses
-from txl.evaluation.stream import Settings
+from txl.evaluation.perplexity import evaluate_with
+from txl.evaluation.sliding import evaluate_sliding, losses_at_contexts, sliding_losses
+from txl.evaluation.stream import EvaluationResult, Settings
 from txl.files import JsonObject
 from txl.models.family import FamilyModel
 from txl.presets import find_preset
@@ -29,7 +31,6 @@ from txl.reporting.plots import Plot
 from txl.reporting.samples_page import About, settings_text, write_samples
 from txl.units import is_character_unit, measure_name, quality
 from txl_lab.paper import figures
-from txl_lab.paper.losses import WINDOWS, described, loss_as_tested, loss_at
 from txl_lab.paper.outcome import shown, spread_text
 from txl_lab.paper.scales import Scale
 from txl_lab.paper.schema import COSTS, DrawnFigure, GroupGains, Measurement, Outcome, Row, RowResult
@@ -37,6 +38,42 @@ from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.table9 import slowdown
 
 Say = Callable[[str], None]
+WINDOWS = 64  # windows that a sliding evaluation computes at once
+
+
+def loss_at(
+    model: FamilyModel, run: RunConfig, tokens: Tokens, length: int, max_tokens: int | None
+) -> EvaluationResult:
+    """Return the mean loss of all tokens except the first, at an attention length.
+
+    A model that was trained with memory gets a memory and a window of this length. A model that was trained without
+    memory reads windows of this length that slide by one token. A recurrent network carries its state and needs no
+    length.
+    """
+    if not run.model.carries_state:
+        return evaluate_sliding(model, tokens, context=length, batch_size=WINDOWS, max_tokens=max_tokens)
+    mem_len = 0 if run.model.constant_state else length
+    return _loss_as_tested(model, run, tokens, Settings(mem_len=mem_len, clamp_len=run.eval.clamp_len), max_tokens)
+
+
+def _loss_as_tested(
+    model: FamilyModel, run: RunConfig, tokens: Tokens, lengths: Settings, max_tokens: int | None
+) -> EvaluationResult:
+    """Return the mean loss of all tokens except the first, with the given lengths and the run's other test settings.
+
+    If only part of the split is read, it is read in one lane. Several lanes would each begin with an empty memory, and
+    in short lanes a long memory would never fill, whereas a sliding window always has its full length.
+    """
+    lanes = run.eval.batch_size if max_tokens is None else 1
+    settings = replace(lengths, segment=run.eval.segment, batch_size=lanes, max_tokens=max_tokens)
+    return evaluate_with(model, tokens, replace(settings, exhaustive=True, temperature=run.eval.temperature))
+
+
+def _described(run: RunConfig, length: int) -> str:
+    """Return in words how `loss_at` reads."""
+    if run.model.constant_state:
+        return "state carried along"
+    return f"attention length {length}" + ("" if run.model.mem_len else ", sliding by one token")
 
 
 @dataclass(frozen=True)
@@ -75,12 +112,11 @@ class Quality(ModelMeasurement):
     tests_as_trained = True
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
-        """Return the loss, and the quality derived from it."""
         run, tokens = trained.run, trained.corpus.tokens("test")
         length = run.train.segment if run.model.mem_len == 0 else run.eval.mem_len
-        say(f"test split, {described(run, length)}")
+        say(f"test split, {_described(run, length)}")
         if run.model.carries_state:
-            result = loss_as_tested(
+            result = _loss_as_tested(
                 trained.model, run, tokens, Settings(**run.eval.lengths.options()), scale.eval_tokens
             )
         else:
@@ -88,19 +124,16 @@ class Quality(ModelMeasurement):
         return {"quality": quality(result.nll, trained.corpus.unit), "test": result.to_dict()}
 
     def headings(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the headings of `cells`."""
         costs = COSTS.values() if outcome.definition.cost_beside else ()
         return ("parameters", measure_name(outcome.unit), *costs, "status")
 
     def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
-        """Return parameters, quality, cost and status."""
         values = outcome.values[result.row.key]
         names = COSTS if outcome.definition.cost_beside else ()
         costs = [f"{shown(outcome, result, name, 2)}x" if values.get(name) else "-" for name in names]
         return (result.parameters_text, shown(outcome, result, "quality"), *costs, status)
 
     def figures(self, outcome: Outcome) -> list[DrawnFigure]:
-        """Draw the results of every seed, and quality against cost."""
         every_seed = figures.quality_figure(outcome)
         parts = _drawn("Over seeds", every_seed, "Each dot is a seed, each bar the mean of a row.")
         if beside := outcome.definition.cost_beside:
@@ -120,13 +153,12 @@ class Attention(ModelMeasurement):
     measures = ("quality", "init", "attention", "training length")
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
-        """Return perplexity at both lengths, and the validation losses at all of them (Table 6)."""
         model, run, corpus = trained.model, trained.run, trained.corpus
         lengths = [length for length in scale.attention_lengths_of(run) if length <= (model.context or length)]
         losses, tokens = {}, corpus.tokens("valid")
         if run.model.carries_state:
             for length in lengths:
-                say(f"validation split, {described(run, length)}")
+                say(f"validation split, {_described(run, length)}")
                 losses[length] = loss_at(model, run, tokens, length, scale.eval_tokens).nll
         else:
             say(f"validation split, windows of {lengths[0]} to {lengths[-1]} tokens")
@@ -147,11 +179,9 @@ class Attention(ModelMeasurement):
         }
 
     def least_tokens(self, run: RunConfig, scale: Scale) -> dict[str, int]:
-        """Return two tokens of both splits."""
         return {"valid": 2, "test": 2}
 
     def gather(self, outcome: Outcome) -> None:
-        """Add the longest attention in training, and the lengths that were tried."""
         for result in outcome.rows:
             if result.config is not None:
                 reach = model_from_dict(result.config["model"]).mem_len + result.config["train"]["segment"]
@@ -159,19 +189,16 @@ class Attention(ModelMeasurement):
         outcome.grids["attention"] = _tried_lengths(outcome)
 
     def headings(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the headings of `cells`."""
         measure = measure_name(outcome.unit)
         return ("parameters", "backprop len", f"{measure} init", f"{measure} best", "attn len", "status")
 
     def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
-        """Return parameters, segment, quality at both lengths, best length and status."""
         segment = outcome.values[result.row.key].get("training length", ())[:1]  # equal for all seeds
         numbers = [shown(outcome, result, name) for name in ("init", "quality")]
         best = shown(outcome, result, "attention", 0)
         return (result.parameters_text, spread_text(segment, 0), *numbers, best, status)
 
     def figures(self, outcome: Outcome) -> list[DrawnFigure]:
-        """Draw the results of every seed, and quality against attention length."""
         keys = [row.key for row in outcome.definition.rows]
         text = "Validation split, means over seeds; the best length of each row was chosen here."
         return [
@@ -193,7 +220,6 @@ class Context(ModelMeasurement):
     fractions = (0.1, 0.5, 1.0)  # the values of r in Table 8
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
-        """Return the losses of the same test targets at every context length."""
         run, tokens, lengths = trained.run, trained.corpus.tokens("test"), scale.context_lengths
         targets = spread_targets(len(tokens), lengths[-1], scale.targets, lengths.step)
         say(f"test split, {len(targets):,} targets behind {lengths[0]} to {lengths[-1]} tokens of context")
@@ -216,7 +242,6 @@ class Context(ModelMeasurement):
         }
 
     def least_tokens(self, run: RunConfig, scale: Scale) -> dict[str, int]:
-        """Return the longest context and its target."""
         return {"test": scale.longest_context + 1}
 
     def gather(self, outcome: Outcome) -> None:
@@ -230,10 +255,22 @@ class Context(ModelMeasurement):
             for seed in sorted(set.intersection(*(set(member.by_seed) for member in members))):
                 measured = {member.row.key: member.by_seed[seed] for member in members}
                 if all("effective context" in result for result in measured.values()):
-                    outcome.gains.append(_recorded_contexts(outcome, measured, group, seed))
+                    outcome.gains.append(self._recorded(outcome, measured, group, seed))
                 elif all("losses" in result for result in measured.values()):
                     outcome.gains.append(self._contexts(outcome, measured, group, seed))
         outcome.grids.update({f"r = {r:.1f}": _tried_lengths(outcome) for r in self.fractions})
+
+    def _recorded(self, outcome: Outcome, measured: Mapping[str, JsonObject], group: str, seed: int) -> GroupGains:
+        """Take a group from a record, which has no losses of single targets."""
+        gains = {}
+        for key, result in measured.items():
+            recorded = result["effective context"]
+            for name, value in recorded["values"].items():
+                outcome.values[key].setdefault(name, []).append(value)
+            for length, loss in recorded["curve"].items():
+                outcome.curves.setdefault(key, {}).setdefault(int(length), []).append(loss)
+            gains[key] = {(gain["short"], gain["long"]): gain["gain"] for gain in recorded["gains"]}
+        return GroupGains(group, seed, gains)
 
     def _contexts(self, outcome: Outcome, measured: Mapping[str, JsonObject], group: str, seed: int) -> GroupGains:
         losses = {
@@ -251,19 +288,17 @@ class Context(ModelMeasurement):
             at_longest = by_length[max(by_length)].mean().item()  # the same targets for all models
             outcome.values[key].setdefault("quality", []).append(quality(at_longest, outcome.unit))
         by_pair = context.perplexity_gains[self.fractions[0]]
-        return GroupGains(group, seed, {key: {pair: each[key] for pair, each in by_pair.items()} for key in losses})
+        gains = {key: {pair: models[key] for pair, models in by_pair.items()} for key in losses}
+        return GroupGains(group, seed, gains)
 
     def headings(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the headings of `cells`."""
         return ("parameters", measure_name(outcome.unit), *(f"r = {r:.1f}" for r in self.fractions), "status")
 
     def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
-        """Return parameters, quality at the longest context, RECL by r, and status."""
         lengths = [shown(outcome, result, f"r = {r:.1f}", 0) for r in self.fractions]
         return (result.parameters_text, shown(outcome, result, "quality"), *lengths, status)
 
     def figures(self, outcome: Outcome) -> list[DrawnFigure]:
-        """Draw Figures 3 and 4 for every group."""
         parts = []
         for group, results in outcome.groups.items():
             keys = [result.row.key for result in results]
@@ -280,19 +315,6 @@ class Context(ModelMeasurement):
         return parts
 
 
-def _recorded_contexts(outcome: Outcome, measured: Mapping[str, JsonObject], group: str, seed: int) -> GroupGains:
-    """Do as `Context.gather` for a group and seed from a record, which has no losses of single targets."""
-    gains = {}
-    for key, result in measured.items():
-        recorded = result["effective context"]
-        for name, value in recorded["values"].items():
-            outcome.values[key].setdefault(name, []).append(value)
-        for length, loss in recorded["curve"].items():
-            outcome.curves.setdefault(key, {}).setdefault(int(length), []).append(loss)
-        gains[key] = {(gain["short"], gain["long"]): gain["gain"] for gain in recorded["gains"]}
-    return GroupGains(group, seed, gains)
-
-
 class Speed(Measurement):
     """Slowdown of Table 9, as in `txl bench table9`; nothing is trained."""
 
@@ -301,7 +323,6 @@ class Speed(Measurement):
     segment = 128  # number of tokens that Transformer-XL reads at once
 
     def time(self, row: Row, scale: Scale, device: str) -> JsonObject:
-        """Measure a row once."""
         assert row.preset is not None
         published = find_preset(row.preset)
         # Full attention lengths need the full model, because only their results are compared with the paper's.
@@ -311,17 +332,14 @@ class Speed(Measurement):
         return {"slower": timed.ratio, **timed.to_dict()}
 
     def headings(self, outcome: Outcome) -> tuple[str, ...]:
-        """Return the headings of `cells`."""
         return ("attn len", "slower", "status")
 
     def cells(self, outcome: Outcome, result: RowResult, status: str) -> tuple[str, ...]:
-        """Return attention length, slowdown and status."""
         lengths = {measured["attention_length"] for measured in result.by_seed.values()}
         times = f"{shown(outcome, result, 'slower', 0)}x" if outcome.values[result.row.key].get("slower") else "-"
         return (", ".join(f"{length:,}" for length in lengths) or "-", times, "measured" if lengths else status)
 
     def figures(self, outcome: Outcome) -> list[DrawnFigure]:
-        """Draw the slowdown by attention length."""
         return _drawn("Slowdown", figures.speed_figure(outcome), "Means over the measurements.")
 
 
@@ -333,7 +351,6 @@ class AttentionFigures(ModelMeasurement):
     split = "valid"
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
-        """Make the figures, and return the names of their files."""
         tested = trained.run.eval
         settings = Settings(
             segment=tested.segment,
@@ -373,7 +390,6 @@ class Samples(ModelMeasurement):
     split = "test"
 
     def measure(self, trained: Trained, scale: Scale, say: Say) -> JsonObject:
-        """Write the texts, and return the names of their files."""
         plan, convention = Plan(lengths=trained.run.eval.lengths), convention_of(trained.vocabulary)
         corpus, training = trained.corpus, trained.corpus.tokens("train")
         samples = make_samples(
@@ -392,7 +408,6 @@ class Samples(ModelMeasurement):
         return {"files": write_samples(samples, about, plan, trained.made)[1]}
 
     def least_tokens(self, run: RunConfig, scale: Scale) -> dict[str, int]:
-        """Return a context and what follows it, for every text."""
         return {self.split: Plan.context + Plan.max_tokens + Plan.count - 1}
 
 

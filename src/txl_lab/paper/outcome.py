@@ -64,11 +64,9 @@ def group_distances(outcome: Outcome) -> dict[str, float]:
 
 
 def distances_text(outcome: Outcome) -> list[str]:
-    """Return a line for each model group with the difference in quality between its models.
-
-    The metric compares all models of a group with one baseline, the best of their losses. A model that is far worse
-    than the others beats this baseline only by chance.
-    """
+    """Return a line for each model group with the difference in quality between its models."""
+    # The metric compares all models of a group with one baseline, the best of their losses. A model that is far worse
+    # than the others beats this baseline only by chance.
     name = "bits" if is_character_unit(outcome.unit) else "perplexity"
     return [
         f"group {group}: {name} at the longest context differs by up to {100 * distance:.0f}%; the metric is fair "
@@ -90,27 +88,23 @@ def chosen_rate(tuned: Tuned) -> float:
     return next(rate["learning_rate"] for rate in every if rate["factor"] == tuned["factor"])
 
 
-def rates_text(tuned: Tuned) -> str:
-    """Return a line with the learning rates that were tried and the chosen one."""
-
-    def losses(tried: Sequence[Tried]) -> str:
-        return ", ".join(f"{rate} ({loss})" for rate, loss in rates_and_losses(tried))
-
-    whole = f" and {losses(tuned['whole'])} at the end" if tuned["whole"] else ""
-    spent = sum(run["tokens"] for run in (*tuned["tried"], *tuned["whole"]))
-    edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
-    return (
-        f"{tuned['recipe']}: {chosen_rate(tuned):g}, of {losses(tuned['tried'])} nats a token on the validation split "
-        f"after {tuned['steps']:,} steps of {tuned['row']} of {tuned['table']}{whole}, {spent:,} tokens in all{edge}"
-    )
-
-
 def tuned_rates(outcome: Outcome) -> list[str]:
     """Return a line for each recipe whose learning rate was tuned."""
-    tuned = [
-        measured["rates"] for result in outcome.rows for measured in result.by_seed.values() if "rates" in measured
-    ]
-    return list(dict.fromkeys(rates_text(rates) for rates in tuned))
+    lines = []
+    for measured in (measured for result in outcome.rows for measured in result.by_seed.values()):
+        if (tuned := measured.get("rates")) is not None:
+            tried, whole = (
+                ", ".join(f"{rate} ({loss})" for rate, loss in rates_and_losses(tuned[which]))
+                for which in ("tried", "whole")
+            )
+            spent = sum(run["tokens"] for run in (*tuned["tried"], *tuned["whole"]))
+            at_end = f" and {whole} at the end" if whole else ""
+            edge = "; it lies at the end of what was tried" if tuned["at_edge"] else ""
+            lines.append(
+                f"{tuned['recipe']}: {chosen_rate(tuned):g}, of {tried} nats a token on the validation split after "
+                f"{tuned['steps']:,} steps of {tuned['row']} of {tuned['table']}{at_end}, {spent:,} tokens in all{edge}"
+            )
+    return list(dict.fromkeys(lines))
 
 
 def spread_text(values: Sequence[float], digits: int) -> str:
@@ -152,20 +146,13 @@ def _line(fields: list[str]) -> str:
 
 
 def recorded_seeds(measured: Iterable[tuple[int, JsonObject]]) -> list[tuple[JsonObject, list[int]]]:
-    """Return the origins of the measurements that were taken from records, each with its seeds.
-
-    Args:
-        measured: seeds with the measurements of any rows.
-    """
-    origins: list[tuple[JsonObject, set[int]]] = []
-    for seed, result in measured:
-        if (origin := result.get("recorded")) is None:
-            continue
-        seeds = next((seeds for known, seeds in origins if known == origin), None)
-        if seeds is None:
-            origins.append((origin, seeds := set()))
-        seeds.add(seed)
-    return [(origin, sorted(seeds)) for origin, seeds in origins]
+    """Return the origins of measurements (seed, result) that were taken from records, each with its seeds."""
+    found = [(result["recorded"], seed) for seed, result in measured if "recorded" in result]
+    origins: list[JsonObject] = []
+    for origin, _ in found:
+        if origin not in origins:
+            origins.append(origin)
+    return [(origin, sorted({seed for known, seed in found if known == origin})) for origin in origins]
 
 
 def named_seeds(seeds: Sequence[int]) -> str:

@@ -52,38 +52,36 @@ class Scale:
     # Arithmetic of training and of Table 9 as the user set it; None: float32, or that of the preset
     dtype: Dtype | None = None
 
-    def with_steps(self, steps: int | None) -> Scale:
-        """Return the scale with another number of steps."""
-        if steps is None:
-            return self
-        if self.is_published:
-            raise UserError(field="steps", value=steps, but=self._trains_presets)
-        if steps < 1:
-            raise UserError(field="steps", value=steps, expected="1 or more")
-        return replace(self, steps=steps, about=f"{self.about}; cut to {steps:,} steps")
+    def changed(
+        self,
+        steps: int | None = None,
+        eval_tokens: int | None = None,
+        dtype: Dtype | None = None,
+        rules: UntilConverged | None = None,
+    ) -> Scale:
+        """Return the scale with what the user sets: steps, tokens to read of each split, arithmetic, convergence.
 
-    @property
-    def _trains_presets(self) -> str:
-        return f"scale {self.name} trains the published presets as they are"
-
-    def with_until_converged(self, rules: UntilConverged) -> Scale:
-        """Return the scale with training until convergence, for at most `steps`, or four times the base's steps."""
-        if self.is_published:
-            raise UserError(self._trains_presets, field="until_converged")
-        return replace(self, until_converged=rules, about=f"{self.about}; until validation no longer improves")
-
-    def with_eval_tokens(self, tokens: int | None) -> Scale:
-        """Return the scale with another number of tokens to read, and at most as many targets in Table 8."""
-        if tokens is None:
-            return self
-        if tokens < 2:
-            raise UserError(field="eval_tokens", value=tokens, expected="2 or more")
-        about = f"{self.about}; {tokens:,} tokens evaluated"
-        return replace(self, eval_tokens=tokens, targets=min(self.targets, tokens), about=about)
-
-    def with_dtype(self, dtype: Dtype | None) -> Scale:
-        """Return the scale with another arithmetic; published presets may use it too, because it only serves speed."""
-        return self if dtype is None else replace(self, dtype=dtype, about=f"{self.about}; in {dtype}")
+        With fewer tokens there are at most as many targets in Table 8. Published presets may use another arithmetic,
+        because it only serves speed.
+        """
+        scale, about = self, self.about
+        for name, value, least in (("steps", steps, 1), ("eval_tokens", eval_tokens, 2)):
+            if value is not None and value < least:
+                raise UserError(field=name, value=value, expected=f"{least} or more")
+        for name, value in (("steps", steps), ("until_converged", rules)):
+            if value is not None and self.is_published:
+                but = f"scale {self.name} trains the published presets as they are"
+                raise UserError(field=name, value=value if name == "steps" else True, but=but)
+        if steps is not None:
+            scale, about = replace(scale, steps=steps), f"{about}; cut to {steps:,} steps"
+        if eval_tokens is not None:
+            scale = replace(scale, eval_tokens=eval_tokens, targets=min(scale.targets, eval_tokens))
+            about = f"{about}; {eval_tokens:,} tokens evaluated"
+        if dtype is not None:
+            scale, about = replace(scale, dtype=dtype), f"{about}; in {dtype}"
+        if rules is not None:
+            scale, about = replace(scale, until_converged=rules), f"{about}; until validation no longer improves"
+        return replace(scale, about=about)
 
     @property
     def is_published(self) -> bool:
@@ -91,18 +89,20 @@ class Scale:
         return self.words is None
 
     def base(self, unit: str, separate_sentences: bool = False) -> RunConfig:
-        """Return the base configuration of rows, for tables of words or of characters.
+        """Return the base configuration of rows, for tables of words or of characters ("word", "character").
 
-        Args:
-            unit: "word" or "character".
-            separate_sentences: True for a table of sentences in random order: segments and memory are then as short as
-                in the paper's models of One Billion Word, and there are more lanes.
+        Tables of separate sentences have segments and memory as short as the paper's models of One Billion Word, and
+        more lanes, which keep the tokens a step about equal: Table 7 asks what recurrence is worth where nothing but a
+        cut sentence needs it, and long segments cut few sentences.
         """
         make = self.words if unit == "word" else self.characters
         assert make is not None, "a scale of published presets has no base"
         run = make()
-        if separate_sentences:
-            _take_lengths_of_sentences(run)
+        published = preset("lm1b-base")
+        if separate_sentences and run.train.segment > (segment := published.train.segment):
+            run.train.batch_size = round(run.train.batch_size * run.train.segment / segment)
+            run.train.segment = run.eval.segment = segment
+            run.model = replace(run.model, mem_len=published.model.mem_len)
         if self.steps is not None:
             _cut(run.train, self.steps)
         elif self.until_converged is not None:
@@ -147,33 +147,14 @@ class Scale:
 
 
 def _cut(train: TrainConfig, steps: int) -> None:
-    """Set the number of steps, and scale the beginning of averaging in proportion.
-
-    Intervals are kept while four of them fit into the steps, because each evaluation is as long as before. The warm-up
-    is kept while it is at most half of the steps: after a warm-up of only a few dozen steps, a post-norm model predicts
-    little more than word frequencies for a long time.
-    """
+    """Set the number of steps, and scale the beginning of averaging in proportion."""
     if train.average_from is not None:
         train.average_from = min(round(train.average_from * steps / train.steps), steps - 1)
+    # After a warm-up of only a few dozen steps, a post-norm model predicts little more than word frequencies for a long
+    # time; and each evaluation is as long as before. So both are kept while half, or four of them, fit into the steps.
     train.steps, train.warmup_steps = steps, min(train.warmup_steps, steps // 2)
     for interval in ("eval_every", "checkpoint_every", "log_every"):
         setattr(train, interval, min(getattr(train, interval), max(1, steps // 4)))
-
-
-def _take_lengths_of_sentences(run: RunConfig) -> None:
-    """Set segments and memory to those of the published models of One Billion Word, unless segments are as short.
-
-    Table 7 asks what recurrence is worth where nothing but a cut sentence needs it; long segments cut few sentences.
-    The number of lanes keeps the tokens a step about equal.
-    """
-    published = preset("lm1b-base")
-    segment = published.train.segment
-    if run.train.segment <= segment:
-        return
-    run.train.batch_size = round(run.train.batch_size * run.train.segment / segment)
-    run.train.segment = segment
-    run.model = replace(run.model, mem_len=published.model.mem_len)
-    run.eval.segment = segment
 
 
 def named_data(corpus: str, unit: str, max_words: int | None) -> DataConfig:

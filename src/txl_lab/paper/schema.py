@@ -64,10 +64,7 @@ class Row:
     def options(self, segment: int, mem_len: int, longest: int) -> dict[str, str]:
         """Return the overrides as options, with numbers in place of the words in braces.
 
-        Args:
-            segment: number of tokens in a training segment.
-            mem_len: memory length of the scale's model, used unless the overrides set another.
-            longest: longest context that is evaluated.
+        The reach is that of segments of `segment` tokens and the overrides' memory, or else `mem_len`.
         """
         values = self.overrides or {}
         reach = int(values.get("model.mem_len", mem_len)) + segment - 1
@@ -215,11 +212,13 @@ class Outcome:
 
     def verdicts(self) -> list[tuple[Claim, Verdict]]:
         """Return every claim of the table with its verdict; some scales judge no claims."""
-        return [(claim, self._verdict(claim)) for claim in self.definition.claims]
-
-    def _verdict(self, claim: Claim) -> Verdict:
-        if not self.scale.judged:
-            return Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
-        if claim.at_full_size and not self.compares_with_paper:
-            return Verdict("not judged", "a claim about the published model on the paper's corpus")
-        return claim.judge(self.values, self.grids)
+        verdicts = []
+        for claim in self.definition.claims:
+            if not self.scale.judged:
+                verdict = Verdict("not judged", f"the scale {self.scale.name} tests the machinery")
+            elif claim.at_full_size and not self.compares_with_paper:
+                verdict = Verdict("not judged", "a claim about the published model on the paper's corpus")
+            else:
+                verdict = claim.judge(self.values, self.grids)
+            verdicts.append((claim, verdict))
+        return verdicts

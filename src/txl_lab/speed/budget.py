@@ -34,11 +34,6 @@ def peak_bytes(run: RunConfig, vocab_size: int, device: str = "cpu") -> int:
     """Return the peak bytes of tensors during training, including weights and optimiser state.
 
     The states of the caller's random generators are preserved.
-
-    Args:
-        run: configuration of the run; its corpus is not read.
-        vocab_size: number of tokens in the vocabulary.
-        device: device that trains.
     """
     validate(run)
     devices = [device] if device.startswith("cuda") else []
@@ -105,14 +100,6 @@ def longest_segment(
     """Return the longest backpropagation length whose peak memory is within a budget.
 
     The length is doubled, then found by bisection, on the assumption that the peak grows with the length.
-
-    Args:
-        run: configuration of the run; lengths 1 and `train.segment` are tried first.
-        budget_bytes: largest allowed peak, for example `peak_bytes` of another configuration.
-        vocab_size: number of tokens in the vocabulary.
-        device: device that trains.
-        at_most: longest segment to try.
-        on_measured: function that is called with each measured segment and its peak.
 
     Raises:
         UserError: if not even a segment of one token fits, or the configuration breaks a rule.

@@ -43,18 +43,7 @@ def forward_operations(
     frozen: bool = False,
     scored: int | None = None,
 ) -> int:
-    """Return the operations of one forward pass by the formula of this module.
-
-    Args:
-        model: configuration of the model.
-        vocab_size: V.
-        batch_size: B.
-        segment: T.
-        memory: M.
-        window: W; None: no window.
-        frozen: True for frozen weights.
-        scored: number of positions of a segment that the loss counts; None: T.
-    """
+    """Return the operations of one forward pass by the formula of this module."""
     if model.cutoffs or model.d_embed not in (None, model.d_model):
         raise UserError("operations are counted for models with a plain softmax and d_embed = d_model only")
     keys, width = memory + segment, model.n_head * model.d_head
@@ -113,10 +102,6 @@ def bytes_read_once(model: TransformerXL, memory: int) -> int:
 
     These are the weights, the keys and values, and W_kR R of the distances that the model tells apart. W_kR itself is
     not read, because W_kR R is cached. An embedding table counts only if the softmax shares it.
-
-    Args:
-        model: model whose weights are read.
-        memory: number of positions in memory.
     """
     unread = ["r_proj"] if model.config.tie_embeddings else ["r_proj", "embedding.tables"]
     read = [weight for name, weight in model.named_parameters() if not any(part in name for part in unread)]

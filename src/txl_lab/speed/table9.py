@@ -9,7 +9,6 @@ L tokens, for Transformer-XL that of a segment of T tokens with L positions of m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
@@ -45,57 +44,27 @@ class Slowdown:
 def slowdown(
     shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, steps: int, device: str, dtype: str
 ) -> Slowdown:
-    """Time both models at one attention length, on random tokens and random weights.
-
-    Args:
-        shape: configuration of Transformer-XL; the vanilla Transformer has the same layers, heads and widths.
-        vocab_size: number of tokens in the vocabulary.
-        length: attention length L.
-        segment: number T of tokens that Transformer-XL reads at once.
-        steps: number of windows to time; several segments are timed before each window.
-        device: device that computes.
-        dtype: "float32", or "bfloat16" for autocast.
-    """
-    read_segment = _recurrent(shape, vocab_size, length, segment, device)
-    read_window = _vanilla(shape, vocab_size, length, device)
-    with torch.no_grad(), _arithmetic(device, dtype):
-        of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
-    return Slowdown(length, segment, dtype, of_window, of_segment / segment)
-
-
-Step = Callable[[], None]
-
-
-def _recurrent(shape: TransformerXLConfig, vocab_size: int, length: int, segment: int, device: str) -> Step:
-    """Return a function that makes Transformer-XL read one segment with a full memory."""
+    """Time both models at an attention length, in `steps` rounds of several segments and one window."""
     torch.manual_seed(0)
-    shape = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
-    model = TransformerXL(shape, vocab_size).to(device).eval()
-    state = model.init_state(1).filled_with_noise()
+    recurrent = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
+    ours = TransformerXL(recurrent, vocab_size).to(device).eval()
+    state = ours.init_state(1).filled_with_noise()
+    torch.manual_seed(0)
+    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
+    theirs = VanillaTransformer(without, vocab_size).to(device).eval()
+    last = torch.tensor([length - 1], device=device)
 
     def read_segment() -> None:
         nonlocal state
         tokens = torch.randint(vocab_size, (1, segment), device=device)
-        _, state = model.nll(tokens, tokens, state)
-
-    return read_segment
-
-
-def _vanilla(shape: TransformerXLConfig, vocab_size: int, length: int, device: str) -> Step:
-    """Return a function that makes the vanilla Transformer read one window and compute the loss of one token."""
-    torch.manual_seed(0)
-    without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
-    model = VanillaTransformer(without, vocab_size).to(device).eval()
-
-    last = torch.tensor([length - 1], device=device)
+        _, state = ours.nll(tokens, tokens, state)
 
     def read_window() -> None:
         tokens = torch.randint(vocab_size, (1, length), device=device)
-        model.chosen_nll(tokens, last, tokens[0, -1:], model.init_state(1))
+        theirs.chosen_nll(tokens, last, tokens[0, -1:], theirs.init_state(1))
 
-    return read_window
-
-
-def _arithmetic(device: str, dtype: str) -> torch.autocast:
-    """Return autocast, to be entered once for all steps, as in an evaluation: it then converts the weights once."""
-    return torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
+    # Autocast is entered once for all steps, as in an evaluation: it then converts the weights once.
+    autocast = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=dtype == "bfloat16")
+    with torch.no_grad(), autocast:
+        of_segment, of_window = timed_alternately(read_segment, read_window, steps, device)
+    return Slowdown(length, segment, dtype, of_window, of_segment / segment)

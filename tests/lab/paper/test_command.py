@@ -139,31 +139,31 @@ def test_steps_of_one_s_own_scale_the_schedule_and_are_part_of_the_experiment(st
     words = ["reproduce", "table7", "--corpus", str(story), "--data-dir", str(data_dir), "--device", "cpu"]
     assert main([*words, "--steps", "30", "--dry-run", "--json"]) == 0
     assert {row["steps"] for row in json.loads(capsys.readouterr().out)["rows"]} == {30}
-    run = scales.TINY.with_steps(30).base("word")
+    run = scales.TINY.changed(steps=30).base("word")
     assert (run.train.steps, run.train.warmup_steps, run.train.eval_every) == (30, 15, 7)
-    small = scales.SMALL.with_steps(1000).base("word").train
+    small = scales.SMALL.changed(steps=1000).base("word").train
     assert (small.warmup_steps, small.eval_every, small.average_from) == (200, 250, 750)
-    assert scales.TINY.with_steps(30).to_dict() != scales.TINY.to_dict()
+    assert scales.TINY.changed(steps=30).to_dict() != scales.TINY.to_dict()
 
 
 def test_tokens_that_are_evaluated_can_be_chosen():
-    fewer, more = scales.TINY.with_eval_tokens(70), scales.TINY.with_eval_tokens(10**6)
+    fewer, more = scales.TINY.changed(eval_tokens=70), scales.TINY.changed(eval_tokens=10**6)
     assert (fewer.eval_tokens, fewer.targets) == (70, 70)
     assert (more.eval_tokens, more.targets) == (10**6, scales.TINY.targets)
-    assert fewer.to_dict() != scales.TINY.to_dict() == scales.TINY.with_eval_tokens(None).to_dict()
+    assert fewer.to_dict() != scales.TINY.to_dict() == scales.TINY.changed(eval_tokens=None).to_dict()
 
 
 @pytest.mark.parametrize("scale", [scales.TINY, scales.PAPER])
 def test_another_arithmetic_is_that_of_every_row_and_part_of_the_experiment(scale):
     definition = find_definition("table6")
-    half = scale.with_dtype("bfloat16")
+    half = scale.changed(dtype="bfloat16")
     runs = [
         configure(definition, row, half, DataConfig(), 10_000, estimated_segment)
         for row in definition.rows
         if row.trained
     ]
     assert {run.train.dtype for run in runs} == {"bfloat16"}
-    assert half.to_dict() != scale.to_dict() == scale.with_dtype(None).to_dict()
+    assert half.to_dict() != scale.to_dict() == scale.changed(dtype=None).to_dict()
     assert "bfloat16" in half.about
 
 

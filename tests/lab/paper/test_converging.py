@@ -92,7 +92,7 @@ def test_the_machines_fastest_attention_is_taken_where_none_was_asked_for():
 
 
 def test_a_row_that_fails_while_its_rate_is_tuned_does_not_fail_the_next(micro, words, tmp_path, data_dir, monkeypatch):
-    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    scale = dataclasses.replace(micro.changed(steps=8), until_converged=RULES)
     rows = tuple(definitions()["table6"].row(key) for key in ("xl", "xl-shaw"))
     it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
     fit, fitted = RowModels.fit, []
@@ -111,7 +111,7 @@ def test_a_row_that_fails_while_its_rate_is_tuned_does_not_fail_the_next(micro, 
 
 
 def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tmp_path, data_dir, monkeypatch):
-    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    scale = dataclasses.replace(micro.changed(steps=8), until_converged=RULES)
     rows = tuple(definitions()["table6"].row(key) for key in ("xl", "no-recurrence"))
     it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=1, rows=rows)
 
@@ -123,7 +123,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
         it.run()
     monkeypatch.undo()
     (tmp_path / "out" / "rates").mkdir(exist_ok=True)  # left by a stop during the first rate
-    longer = dataclasses.replace(micro.with_steps(16), until_converged=RULES)
+    longer = dataclasses.replace(micro.changed(steps=16), until_converged=RULES)
     with pytest.raises(UserError, match="holds another reproduction: scale.steps 8 -> 16"):
         experiment("table6", longer, words, tmp_path / "out", data_dir, seeds=1, rows=rows).run()
     found = {result.row.key: result for result in it.run()}
@@ -154,7 +154,7 @@ def test_rows_of_one_recipe_share_a_rate_and_go_on_after_a_stop(micro, words, tm
 
 def test_published_presets_are_trained_as_they_are():
     with pytest.raises(UserError) as caught:
-        PAPER.with_until_converged(RULES)
+        PAPER.changed(rules=RULES)
     assert caught.value.field == "until_converged"
 
 
@@ -190,7 +190,7 @@ def test_runs_to_the_end_halve_the_rate_while_that_helps(best, whole, chosen, at
 
 
 def test_the_chosen_run_to_the_end_is_the_rows_own(micro, words, tmp_path, data_dir, monkeypatch):
-    scale = dataclasses.replace(micro.with_steps(8), until_converged=dataclasses.replace(WHOLE, factors=(1.0,)))
+    scale = dataclasses.replace(micro.changed(steps=8), until_converged=dataclasses.replace(WHOLE, factors=(1.0,)))
     rows = (definitions()["table6"].row("xl"),)
     it = experiment("table6", scale, words, tmp_path / "out", data_dir, seeds=2, rows=rows)
     fit, fitted = RowModels.fit, []

@@ -23,12 +23,11 @@ from txl.evaluation.sliding import evaluate_sliding, losses_at_context
 from txl.runs.directory import RunDirectory
 from txl_lab.paper import measurements
 from txl_lab.paper.catalogue import definitions
-from txl_lab.paper.experiment import Experiment
-from txl_lab.paper.losses import loss_at
+from txl_lab.paper.experiment import Experiment, shuffled_sentences
+from txl_lab.paper.measurements import loss_at
 from txl_lab.paper.outcome import group_distances, markdown, spread_text
 from txl_lab.paper.page import write_outcome
 from txl_lab.paper.schema import Row
-from txl_lab.paper.sentences import shuffled_sentences
 from txl_lab.speed.budget import peak_bytes, with_segment
 
 CIRCUMSTANCES = {"hardware": {"cpu": "a processor", "cores": 2, "device": "cpu"}, "software": {"torch": "2"}}

@@ -119,5 +119,5 @@ def test_the_papers_threshold_is_judged_of_its_own_corpus_alone():
         return next(verdict.outcome for claim, verdict in outcome.verdicts() if claim.key == "C1, threshold")
 
     assert (threshold("enwik8"), threshold("other.txt")) == ("holds", "not judged")
-    assert threshold("enwik8", PAPER.with_eval_tokens(2000)) == "not judged"
+    assert threshold("enwik8", PAPER.changed(eval_tokens=2000)) == "not judged"
     assert threshold("enwik8", changed_text=("whole has 5 bytes",)) == "not judged"

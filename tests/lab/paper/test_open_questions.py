@@ -53,7 +53,7 @@ def test_the_grid_is_trained_and_shown_against_its_time(micro, words, tmp_path, 
 
 def test_gradients_into_memory_are_trained_until_converged_on_equal_tokens(micro, words, tmp_path, data_dir):
     rules = UntilConverged(patience=2, evaluations=2, tuning_share=0.5, factors=(1.0,), furthest=1.0, halvings=0)
-    scale = dataclasses.replace(micro.with_steps(4), until_converged=rules)
+    scale = dataclasses.replace(micro.changed(steps=4), until_converged=rules)
     it = experiment("gradients-into-memory", scale, words, tmp_path / "out", data_dir, seeds=1)
     outcome = gathered(it, it.run())
     read = {}

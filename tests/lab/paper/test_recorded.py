@@ -108,7 +108,7 @@ def test_a_group_that_a_record_lacks_in_part_is_trained(micro, words, tmp_path, 
 
 
 def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, trained):
-    scale = dataclasses.replace(micro.with_steps(8), until_converged=RULES)
+    scale = dataclasses.replace(micro.changed(steps=8), until_converged=RULES)
     first, record = made("table6", scale, words, tmp_path / "first", data_dir, 1)
     trained.clear()
     second, _ = made("table6", scale, words, tmp_path / "second", data_dir, 2, read(record))
@@ -118,7 +118,7 @@ def test_learning_rates_are_taken_too(micro, words, tmp_path, data_dir, trained)
 
 
 def test_another_machine_may_train_in_other_arithmetic(micro, words, tmp_path, data_dir, records):
-    half = micro.with_dtype("bfloat16")
+    half = micro.changed(dtype="bfloat16")
     joined, _ = made("table6", half, words, tmp_path / "second", data_dir, 2, records["table6"])
     [(origin, _)] = origins(joined)
     assert origin["dtype"] is None

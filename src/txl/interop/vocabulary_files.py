@@ -14,7 +14,7 @@ from txl.data.vocabularies import load_vocabulary
 from txl.data.vocabulary import Vocabulary
 from txl.data.word_vocabulary import WordVocabulary
 from txl.errors import UserError, brief, cause
-from txl.files import JsonObject, opened, read_json
+from txl.files import opened, read_json
 from txl.interop.safe_pickle import SafeUnpickler, StandIn, UnsafePickle
 from txl.interop.torch_files import read_torch_file
 
@@ -31,9 +31,7 @@ def read_beside(folder: Path, names: Sequence[str], added: Mapping[int, str] | N
 def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocabulary:
     """Read a vocabulary file: JSON, a pickle of an earlier implementation, or text with one symbol per line.
 
-    Args:
-        path: the file.
-        added: further symbols by id, used as far as their ids follow those of the file's symbols without a gap.
+    `added` has further symbols by id, used as far as their ids follow those of the file's symbols without a gap.
     """
     try:
         with opened(path) as file:
@@ -42,7 +40,14 @@ def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocab
         raise UserError(f"{path}: {error.strerror}; expected a vocabulary") from None
     head = content[:64]
     if head.lstrip().startswith(b"{"):
-        return _from_json(path)
+        values = read_json(path)
+        if "kind" in values:
+            return load_vocabulary(path)
+        numbers = list(values.values())
+        if not all(type(number) is int for number in numbers) or sorted(numbers) != list(range(len(numbers))):
+            expected = "this project's vocabulary, or symbols with their numbers 0, 1, 2 ... without gaps"
+            raise UserError(f"{path}: JSON, but no vocabulary", expected=expected)
+        return vocabulary_of(sorted(values, key=values.__getitem__), str(path))
     if head[:4] == b"PK\x03\x04" or head[:2] == b"\x80\x02":
         return vocabulary_from(read_torch_file(path), str(path), added)
     if head[:1] in (b"\x80", b"(", b"c"):
@@ -60,17 +65,6 @@ def read_vocabulary(path: Path, added: Mapping[int, str] | None = None) -> Vocab
     # The symbol is the first word of a line, as in the authors' `_build_from_file`.
     symbols = [line.split()[0] if line.split() else line for line in text.split("\n")]
     return vocabulary_of(_with_added([symbol for symbol in symbols if symbol], added), str(path))
-
-
-def _from_json(path: Path) -> Vocabulary:
-    values = read_json(path)
-    if isinstance(values, dict) and "kind" in values:
-        return load_vocabulary(path)
-    if isinstance(values, dict) and all(type(number) is int for number in values.values()):
-        if sorted(values.values()) != list(range(len(values))):
-            raise UserError(f"{path}: its numbers are not 0, 1, 2 ... without gaps; expected a vocabulary")
-        return vocabulary_of(sorted(values, key=values.__getitem__), str(path))
-    raise UserError(f"{path}: JSON, but no vocabulary; expected this project's, or symbols with their numbers")
 
 
 def _with_added(symbols: list[object], added: Mapping[int, str] | None) -> list[object]:
@@ -95,25 +89,19 @@ def vocabulary_from(value: object, where: str, added: Mapping[int, str] | None =
             lower, delimiter = attributes.get("lower_case") is True, attributes.get("delimiter")
             symbols = _with_added(attributes["idx2sym"], added)
             return vocabulary_of(symbols, where, lower=lower, delimiter=delimiter)
-        if "bpe_ranks" in attributes:
-            return _bpe(attributes, where)
+        if "bpe_ranks" in attributes:  # a GPT2Tokenizer: tokens with their ids, and merges with their ranks
+            ranks = attributes["bpe_ranks"]
+            try:
+                # Special tokens keep their ids, but their names in a text are read like any other text.
+                tokens = attributes["encoder"] | (attributes.get("added_tokens_encoder") or {})
+                if not tokens.keys() >= set(byte_symbols()):
+                    raise UserError("it lacks a byte")
+                return BpeVocabulary(byte_level(models.BPE(tokens, sorted(ranks, key=ranks.__getitem__))))
+            except Exception as error:  # the tokenizers library raises plain Exceptions
+                problem = f"{where}: its tokens and merges are not those of byte-level BPE{cause(error)}"
+                raise UserError(problem) from None
         value = attributes.get("vocab", attributes.get("tokenizer"))
     raise UserError(f"{where}: no idx2sym in it; expected the vocabulary of an earlier implementation")
-
-
-def _bpe(attributes: JsonObject, where: str) -> BpeVocabulary:
-    """Return the vocabulary of a GPT2Tokenizer, from its tokens with their ids and its merges with their ranks.
-
-    Its special tokens keep their ids, but their names in a text are read like any other text.
-    """
-    ranks = attributes["bpe_ranks"]
-    try:
-        tokens = attributes["encoder"] | (attributes.get("added_tokens_encoder") or {})
-        if not tokens.keys() >= set(byte_symbols()):
-            raise UserError("it lacks a byte")
-        return BpeVocabulary(byte_level(models.BPE(tokens, sorted(ranks, key=ranks.__getitem__))))
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise UserError(f"{where}: its tokens and merges are not those of byte-level BPE{cause(error)}") from None
 
 
 def vocabulary_of(
@@ -121,20 +109,17 @@ def vocabulary_of(
 ) -> Vocabulary:
     """Return the vocabulary of bytes (enwik8), characters (text8) or words whose symbols are given in order of id.
 
-    Args:
-        symbols: symbols, with or without one for the end of a line and one for unknown words.
-        where: file, for messages.
-        lower: True if the text is read in lower case; symbols for bytes are not changed by it.
-        delimiter: text between two symbols; None: white space. "": the symbols are the characters of a line.
+    With `lower`, text is read in lower case. `delimiter` is the text between two symbols; None: white space, "": the
+    symbols are the characters of a line.
     """
     words = [symbol for symbol in symbols if isinstance(symbol, str)]
     if not words or len(words) < len(symbols):
         raise UserError(f"{where}: expected symbols, one or more, in the order of their ids")
     if delimiter is not None and not (isinstance(delimiter, str) and delimiter in ("", " ")):
-        raise UserError(
-            f"{where}: its delimiter is {brief(delimiter)}; only words between white space, and characters, are "
-            f"read: leave the vocabulary out and use token ids"
+        problem = (
+            f"{where}: its delimiter is {brief(delimiter)}; only words between white space, and characters, are read"
         )
+        raise UserError(problem, remedy="leave the vocabulary out and use token ids")
     end = next((symbol for symbol in _ENDS if symbol in words), None)
     unknown = next((symbol for symbol in _UNKNOWNS if symbol in words), None)
     if all(word.isascii() and word.isdecimal() and len(word) <= 3 and int(word) < 256 for word in words):
