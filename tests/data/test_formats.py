@@ -76,8 +76,12 @@ def test_a_file_that_is_no_text_is_refused_by_name_unless_its_bytes_are_asked_fo
 def test_commands_refuse_a_file_that_is_no_text_wherever_a_text_is_read(trained, tmp_path, capsys):
     path = tmp_path / "novel.txt"
     path.write_bytes(FORMATS["a PDF"])
-    said = f"{path}: a PDF"
-    for words in (["train", "stdlib-tiny", "--dry-run"], ["train", "--minutes", "1"], ["eval", str(trained)]):
+    said, out = f"{path}: a PDF", ["--out", str(tmp_path / "run")]
+    for words in (
+        ["train", "stdlib-tiny", *out, "--dry-run"],
+        ["train", *out, "--minutes", "1"],
+        ["eval", str(trained)],
+    ):
         assert main([*words, "--corpus", str(path), "--data-dir", str(tmp_path / "data")]) == 2
         assert f"txl: error: {said}" in capsys.readouterr().err
     assert main(["score", str(trained), str(path)]) == 2
