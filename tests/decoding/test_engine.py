@@ -231,7 +231,7 @@ def test_a_change_of_the_weights_is_refused_and_a_converted_copy_does_not_mind()
         each.join([1, 2])
     with torch.no_grad():
         model.softmax.bias.add_(1)
-    with pytest.raises(UserError, match="weights have changed"):
+    with pytest.raises(UserError, match="the model has changed"):
         engine.step()
     copied.step()
 
@@ -261,7 +261,7 @@ def test_whatever_is_replaced_in_the_model_is_noticed(change, compile):
     CHANGES[change](model)
     with pytest.raises(UserError, match="changed since the engine was made"):
         engine.step()
-    with pytest.raises(UserError, match="weights have changed"):
+    with pytest.raises(UserError, match="the model has changed"):
         engine.advance()
 
 
