@@ -249,12 +249,13 @@ def test_a_linear_layer_uses_it_whole_and_in_chunks(max_logits, monkeypatch):
     monkeypatch.setattr(Tensor, "scatter_add_", None)
     torch.manual_seed(4)
     inputs = [torch.randn(shape).requires_grad_() for shape in ((9, 6), (50, 6), (50,))]
-    found = linear_cross_entropy(*inputs, torch.arange(9), max_logits=max_logits)
-    gradients = torch.autograd.grad(found.sum(), inputs)
+    hidden, weight, bias = inputs
+    losses = linear_cross_entropy(hidden, weight, bias, torch.arange(9), max_logits=max_logits)
+    gradients = torch.autograd.grad(losses.sum(), inputs)
     monkeypatch.undo()
     with compiled_code(False):
-        expected = linear_cross_entropy(*inputs, torch.arange(9), max_logits=max_logits)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        expected = linear_cross_entropy(hidden, weight, bias, torch.arange(9), max_logits=max_logits)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-6)
     for one, other in zip(gradients, torch.autograd.grad(expected.sum(), inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
