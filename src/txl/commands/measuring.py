@@ -1,4 +1,4 @@
-"""What the commands that measure a model share (`txl eval`, `cache`, `dynamic`, `score`): options, settings, tables."""
+"""Options, settings and tables that `txl eval`, `cache`, `dynamic`, `score` and other measuring commands share."""
 
 from __future__ import annotations
 

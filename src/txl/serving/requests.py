@@ -1,4 +1,4 @@
-"""What the whole server shares: limits, metrics, errors in the format of the OpenAI API, and JSON in slices."""
+"""Parts that the whole server shares: limits, metrics, errors in the format of the OpenAI API, and JSON in slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run tells about its steps: on standard error, in log.jsonl (the source of truth), and for TensorBoard."""
+"""A run's messages about its steps: on standard error, in log.jsonl (the source of truth), and for TensorBoard."""
 
 from __future__ import annotations
 
