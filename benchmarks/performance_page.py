@@ -458,13 +458,7 @@ SECTIONS = (
         "Compiled code with AVX2 alone", "compiled-avx2", beside_pytorch, made_with=COMPILED.format("compiled-avx2")
     ),
     Section("How cost grows", "scaling", growth, ("growth",), f"{BEFORE_COMPILED} {WITH_MKL}", GONE),
-    Section(
-        "Memory of a training step",
-        "training-memory",
-        training_memory,
-        ("training-memory",),
-        made_with=GONE,
-    ),
+    Section("Memory of a training step", "training-memory", training_memory, ("training-memory",), made_with=GONE),
     Section("Memory and the vocabulary", "vocabulary-memory", vocabulary_memory, made_with=GONE),
     Section("Table 9", "bench-table9", table9, made_with=RECORD.format("bench-table9", "bench table9 --json")),
     Section(

@@ -68,10 +68,7 @@ def test_every_public_corpus_is_listed_and_says_where_it_comes_from():
 
 @pytest.mark.parametrize(
     ("name", "tokens", "size"),
-    [
-        ("ptb", [929_589, 73_760, 82_430], 10_000),
-        ("wikitext-2", [2_088_628, 217_646, 245_569], 33_278),
-    ],
+    [("ptb", [929_589, 73_760, 82_430], 10_000), ("wikitext-2", [2_088_628, 217_646, 245_569], 33_278)],
 )
 def test_real_corpora_have_the_known_counts_and_hashes(name, tokens, size, test_data, data_dir):
     corpus = txl.open_corpus(name, source=test_data / name, data_dir=data_dir, quiet=True)

@@ -126,10 +126,7 @@ def test_one_gpu_for_several_processes_is_refused(monkeypatch):
 
 @pytest.mark.parametrize(
     ("processes", "options"),
-    [
-        (4, {"train.micro_batches": "2"}),
-        (2, {"train.parallel": "fsdp", "train.micro_batches": "2"}),
-    ],
+    [(4, {"train.micro_batches": "2"}), (2, {"train.parallel": "fsdp", "train.micro_batches": "2"})],
 )
 def test_several_processes_compute_what_one_does(processes, options, alone, story, data_dir, tmp_path):
     done = launch(tmp_path / "run", story, data_dir, processes, EXACT | options)
@@ -196,8 +193,7 @@ def test_with_muon_two_processes_compute_what_one_does(story, data_dir, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
-    [((2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp")), ((4, "fsdp"), (1, "ddp"))],
+    ("first", "then"), [((2, "ddp"), (1, "ddp")), ((1, "ddp"), (2, "fsdp")), ((4, "fsdp"), (1, "ddp"))]
 )
 def test_a_run_goes_on_with_another_number_of_processes(first, then, alone, story, data_dir, tmp_path):
     out = tmp_path / "run"
@@ -293,9 +289,7 @@ def test_what_does_not_work_with_several_processes_is_refused(options, field):
 def test_with_another_number_of_processes_each_process_draws_its_own_numbers():
     def drawn(rank: int, step: int) -> list[float]:
         setup: Any = SimpleNamespace(
-            trained=SimpleNamespace(processes=Processes(rank, 2)),
-            run=small_run("stdlib"),
-            display=Display("", 1, True),
+            trained=SimpleNamespace(processes=Processes(rank, 2)), run=small_run("stdlib"), display=Display("", 1, True)
         )
         with torch.random.fork_rng(devices=[]):
             _restore_generators({"cpu": torch.get_rng_state()[None]}, setup, 1, step)

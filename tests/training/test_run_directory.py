@@ -262,10 +262,7 @@ def _manifest(step: int, *names: str) -> str:
         (lambda path: path.unlink(), r"not a whole checkpoint \(manifest.json is missing\)"),
         (lambda path: path.write_text("{"), "manifest.json: not JSON"),
         (lambda path: path.write_text("[]"), "manifest.json: damaged"),
-        (
-            lambda path: path.write_text('{"format": 99, "files": {}}'),
-            "of format 99; this version reads format 2",
-        ),
+        (lambda path: path.write_text('{"format": 99, "files": {}}'), "of format 99; this version reads format 2"),
         (lambda path: path.write_text('{"format": 2, "step": "7", "files": {}}'), "damaged .its step is '7'"),
         (lambda path: path.write_text(_manifest(8)), "altered, or of another step"),
         (lambda path: path.write_text('{"format": 2, "step": 7, "files": {}}'), "altered, or of another step"),

@@ -8,23 +8,12 @@ import pytest
 import torch
 
 import txl.training.optimisers as optimisers
-from txl.config import (
-    ModelConfig,
-    RecurrentConfig,
-    TrainConfig,
-    TransformerConfig,
-    TransformerXLConfig,
-    VanillaConfig,
-)
+from txl.config import ModelConfig, RecurrentConfig, TrainConfig, TransformerConfig, TransformerXLConfig, VanillaConfig
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL
-from txl.training.optimisers import (
-    build_optimizer,
-    load_optimizer_tensors,
-    optimizer_tensors,
-)
+from txl.training.optimisers import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from txl.training.schedule import learning_rate
 from txl.training.step import StepInputs, training_step
 
@@ -138,10 +127,7 @@ MATRICES: dict[str, tuple[ModelConfig, dict[str, tuple[int, int]]]] = {
         TransformerXLConfig(cutoffs=(5,), div_val=2, untie_r=True, n_softmax=2),
         dict.fromkeys([*ATTENTION, "attention.r_proj", *FEED_FORWARD], (1, 1)),
     ),
-    "shaw": (
-        TransformerXLConfig(encoding="shaw", max_distance=4),
-        dict.fromkeys([*ATTENTION, *FEED_FORWARD], (1, 1)),
-    ),
+    "shaw": (TransformerXLConfig(encoding="shaw", max_distance=4), dict.fromkeys([*ATTENTION, *FEED_FORWARD], (1, 1))),
     "learned": (
         VanillaConfig(max_segment=6, layer_losses=True, n_target=2),
         dict.fromkeys([*ATTENTION, *FEED_FORWARD], (1, 1)),

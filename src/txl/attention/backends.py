@@ -150,13 +150,7 @@ BACKENDS = {
         # One product for all distances, read through a shifted view.
         Backend("shifted", shifted_attention, compiled_step=True),
         # A block of keys at a time in code compiled for the CPU, without a matrix of all scores.
-        Backend(
-            "compiled",
-            compiled_attention,
-            device="cpu",
-            compiled_step=True,
-            obstacle=_compiled_obstacle,
-        ),
+        Backend("compiled", compiled_attention, device="cpu", compiled_step=True, obstacle=_compiled_obstacle),
         # Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores.
         Backend(
             "triton",

@@ -20,14 +20,7 @@ from txl.errors import UserError, cause, is_out_of_memory
 from txl.files import JsonObject
 from txl.models.language_model import State
 from txl.processes import Processes, is_lost_peer
-from txl.runs.checkpoints import (
-    MODEL_FILE,
-    OTHERWISE,
-    STATE_SHARDS,
-    STATE_TENSORS_FILE,
-    Contents,
-    VerifiedCheckpoint,
-)
+from txl.runs.checkpoints import MODEL_FILE, OTHERWISE, STATE_SHARDS, STATE_TENSORS_FILE, Contents, VerifiedCheckpoint
 from txl.runs.directory import load_weights
 from txl.training.optimisers import load_optimizer_tensors, optimizer_tensors
 from txl.training.parallel import TrainedModel, full_tensor, local_tensor

@@ -9,15 +9,7 @@ import argparse
 import dataclasses
 from typing import TYPE_CHECKING
 
-from txl.commands.options import (
-    add_config_options,
-    base_config,
-    config_options,
-    numbers,
-    pick_device,
-    positive,
-    shared,
-)
+from txl.commands.options import add_config_options, base_config, config_options, numbers, pick_device, positive, shared
 from txl.commands.output import print_json, say
 from txl.commands.parser import Parser
 from txl.config import RunConfig, validate, with_options
