@@ -435,7 +435,6 @@ FIGURES: dict[str, tuple[str, tuple[float, float], Callable[..., None]]] = {
 
 GONE = "its script is gone"
 RECORD = "python benchmarks/record.py results/{}.json {}"
-RECORD = "python benchmarks/record.py results/{}.json {}"
 COMPILED = "python -m benchmarks.compiled results/compiled-{}.json"
 SECTIONS = (
     Section("Time to quality", "quality", quality, ("quality",)),
@@ -468,7 +467,7 @@ SECTIONS = (
         note=BEFORE_COMPILED_TRAINING,
         made_with=RECORD.format("bench-compile", "bench train --compile --json"),
     ),
-    Section("A long stream", "long-stream", long_stream, note=BEFORE_COMPILED, made_with=GONE),
+    Section("A long stream", "long-stream", long_stream, note=BEFORE_COMPILED),
 )
 
 
