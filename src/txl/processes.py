@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeVar
@@ -161,7 +161,8 @@ def processes_of(device: str) -> Iterator[tuple[Processes, str]]:
         dist.barrier()  # a process that leaves early looks like one that died
     except BaseException as error:
         if not device.startswith("cuda"):  # NCCL might wait for a process that has died
-            dist.destroy_process_group()
+            with suppress(RuntimeError):  # the first error tells more
+                dist.destroy_process_group()
         if isinstance(error, RuntimeError) and is_lost_peer(error):
             reason = str(error).partition("\n")[0][:200]
             raise ProcessLost(f"another process of this run has died ({reason}); run the same command again") from None

@@ -61,6 +61,8 @@ def test_a_folder_that_has_a_train_but_not_all_splits_is_not_mixed(beside, found
         ("train1.txt", "valid1.txt", "test1.txt", "notes.md"),
         ("europarl.train.en", "europarl.dev.en", "europarl.test.en", "README"),
         ("text8.train", "text8.valid", "text8.test"),
+        ("a_train.txt", "c_valid.txt", "b_test.txt"),
+        ("train.txt", "dev/a.txt", "test/b.txt"),
     ],
 )
 def test_splits_are_known_by_their_names(names, tmp_path):
@@ -87,9 +89,12 @@ def test_splits_are_known_by_their_names(names, tmp_path):
         (("training/a.txt", "test/a.txt"), "but no valid split"),
         (("train1.txt", "train2.txt", "test1.txt"), "but no valid split"),
         (("train.txt", "valid/a.txt"), "holds train.txt, valid/a.txt, but no test split"),
-        (("wiki/train/a.txt", "wiki/valid/a.txt", "wiki/test/a.txt"), "wiki in it has folders or files named after"),
-        (("wiki/train/a.en", "wiki/dev/a.en", "wiki/test/a.en"), "wiki in it has folders or files named after"),
-        (("wiki/train.txt", "wiki/test.txt"), "wiki in it has folders or files named after"),
+        (("wiki/train/a.txt", "wiki/valid/a.txt", "wiki/test/a.txt"), "wiki in it has folders named after splits"),
+        (("wiki/train/a.en", "wiki/dev/a.en", "wiki/test/a.en"), "wiki in it has folders named after splits"),
+        (("wiki/train/a.txt", "wiki/test/a.txt"), "wiki in it has folders named after splits"),
+        (("train-00000-of-00002.txt", "train-00001-of-00002.txt", "test-00000-of-00001.txt"), "but no valid split"),
+        (("train1.txt", "train2.txt", "valid1.txt", "test1.txt"), "more than one for a split"),
+        (("train/a", "test/b"), "but no valid split"),
     ],
 )
 def test_splits_that_cannot_be_told_apart_are_refused_rather_than_mixed(names, said, tmp_path):

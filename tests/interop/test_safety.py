@@ -12,6 +12,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -165,16 +166,28 @@ def test_objects_of_known_modules_become_stand_ins():
     assert type(value).__mro__[1].__module__ == "txl.interop.safe_pickle"
 
 
-def storage_lies(numel: int, actual: int, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> bytes:
-    """Return torch's zip file of `actual` elements, whose pickle states `numel` elements and a tensor of any shape."""
+def storage_lies(
+    numel: int,
+    actual: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    offset: int,
+    before: bytes = b"",
+    behind: bytes = b"",
+) -> bytes:
+    """Return torch's zip file of `actual` elements, whose pickle states `numel` elements and a tensor of any shape.
+
+    `before` and `behind` are opcodes around those of the tensor.
+    """
     out = io.BytesIO()
     torch.save({"x": torch.zeros(actual)}, out)
     pickled = [
-        b"\x80\x02}X\x01\x00\x00\x00xctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+        b"\x80\x02}X\x01\x00\x00\x00x" + before,
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\n",
     ]
     pickled.append(b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpu" + pickle.dumps(numel, 2)[2:-1] + b"tQ")
     pickled.append(pickle.dumps(offset, 2)[2:-1] + pickle.dumps(size, 2)[2:-1] + pickle.dumps(stride, 2)[2:-1])
-    pickled.append(b"\x89ccollections\nOrderedDict\n)RtRs.")
+    pickled.append(b"\x89ccollections\nOrderedDict\n)RtR" + behind + b"s.")
     with zipfile.ZipFile(io.BytesIO(out.getvalue())) as theirs:
         data = theirs.read(next(name for name in theirs.namelist() if name.endswith("/data/0")))
     made = io.BytesIO()
@@ -208,6 +221,23 @@ def test_a_storage_that_tells_the_truth_is_read(tmp_path):
 def test_storages_that_lie_about_their_size_are_refused(numel, actual, size, stride, offset, tmp_path):
     (tmp_path / "x.pt").write_bytes(storage_lies(numel, actual, size, stride, offset))
     with pytest.raises(UserError, match="refused"):
+        read_torch_file(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("name", ["torch\nSize", "builtins\nset", "builtins\nfrozenset", "collections\nOrderedDict"])
+@pytest.mark.parametrize(("mark", "call"), [(b"(", b"tR"), (b"(", b"t\x81"), (b"", b"R"), (b"", b"\x81")])
+def test_a_tensor_is_no_container_whose_rows_are_made(name, mark, call, tmp_path):
+    data = storage_lies(6, 6, (10**6, 0), (1, 1), 0, f"c{name}\n".encode() + mark, call)
+    (tmp_path / "x.pt").write_bytes(data)
+    began = time.perf_counter()
+    with pytest.raises(UserError, match="refused"):
+        read_torch_file(tmp_path / "x.pt")
+    assert time.perf_counter() - began < 0.5  # a million rows take seconds
+
+
+def test_elements_are_not_added_to_a_tensor(tmp_path):
+    (tmp_path / "x.pt").write_bytes(storage_lies(6, 6, (6, 1), (1, 1), 0, b"", b"(K\x01\x90"))
+    with pytest.raises(UserError, match="adds to a Tensor"):
         read_torch_file(tmp_path / "x.pt")
 
 

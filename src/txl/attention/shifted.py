@@ -148,7 +148,7 @@ def shifted_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0)
     )
     key, value = (_batched(rows.permute(heads_first)) for rows in (operands.key, operands.value))
     with torch.autocast(query.device.type, enabled=False):  # the operands below already have the dtype of the query
-        if query.shape[1] > 1 or torch.is_grad_enabled() or dropout > 0:
+        if query.shape[1] != 1 or torch.is_grad_enabled() or dropout > 0:
             output = _ShiftedAttention.apply(query_u, query_v, key, value, position, scope, dropout)
             return output.permute(1, 2, 0, 3)  # pyright: ignore[reportOptionalMemberAccess]
         # A single query per lane: no shift, no causality. In each product the long matrix is the first factor, which

@@ -35,7 +35,12 @@ def add_rule_options(place: Options, prefix: str) -> None:
     segments = f"training segments that show how large gradients are, or all (default: {_SEGMENTS})"
     for action in (
         option(place, f"--{prefix}epsilon", "X", "added to a gradient's size (default: 2e-5)", float),
-        choice(place, f"--{prefix}weights", get_args(AdaptedWeights), "weights that adapt; biases: and norms, too"),
+        choice(
+            place,
+            f"--{prefix}weights",
+            get_args(AdaptedWeights),
+            "weights that adapt; biases: with norms (default: all)",
+        ),
         option(place, f"--{prefix}statistics-segments", "N", segments, number_or_all),
         option(place, f"--{prefix}statistics-batch", "B", "lanes in each of these segments (default: 1)", positive),
     ):

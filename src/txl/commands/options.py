@@ -113,7 +113,7 @@ _SHARED = {
     "checkpoint": ("--checkpoint", "WHICH", "best, latest, or a step's number (default: best, else latest)", str),
     "segment": ("--segment", "T", "tokens of each lane in one step", positive),
     "batch": ("--batch", "B", "lanes: parts of the text that are read in parallel", positive),
-    "max_tokens": ("--max-tokens", "N", "read only the first N tokens of the split", int),
+    "max_tokens": ("--max-tokens", "N", "read only the first N tokens of a split", int),
     "temperature": ("--temperature", "X", "softmax temperature (default: the run's)", float),
 }  # fmt: skip
 
@@ -350,7 +350,7 @@ def load_to_read(run: RunDirectory, checkpoint: Path, device: str) -> tuple[Fami
     """Load a model and the vocabulary that a text is read with; refuse a run without one."""
     model, vocabulary = run.load(checkpoint, device=device)
     if vocabulary is None:
-        remedy = ("import it again with ", Field("vocabulary"))
+        remedy = "import it again with its vocabulary"
         raise UserError("no vocabulary to read the text with", value=run.path, remedy=remedy)
     return model, vocabulary
 

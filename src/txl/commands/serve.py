@@ -155,10 +155,16 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{memory}, up to {served.max_streams} texts at once) at {address_of(listening)}; "
                 f"started in {time.perf_counter() - began:.1f} seconds, Ctrl-C stops"
             )
-            if own.temperature != 1 or (about["window"] is None and own.segment != PROMPT_SEGMENT):
+            if own.temperature != 1:
                 say(
-                    f"note: log-probabilities are those of temperature 1, and prompts are read in segments of "
-                    f"{PROMPT_SEGMENT} tokens; txl score uses the run's, {own.temperature:g} and {own.segment}"
+                    f"note: log-probabilities are those of temperature 1; txl score uses the run's, {own.temperature:g}"
+                )
+            if about["window"] is None and own.segment != PROMPT_SEGMENT:
+                longest = min(own.segment, PROMPT_SEGMENT)
+                say(
+                    f"note: without a window, log-probabilities depend on the segments: streams, and prompts with echo "
+                    f"and logprobs, are read in segments of {longest} tokens, other prompts in {PROMPT_SEGMENT}; txl "
+                    f"score uses the run's, {own.segment}"
                 )
             if n_opened:
                 say(f"streams opened from {folder}: {n_opened}")

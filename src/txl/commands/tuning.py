@@ -49,7 +49,7 @@ def add_parser(commands: Parser) -> None:
     option(parser, "--learning-rates", "X,X,...", "to try (default: a wide range)", options.fractions)
     option(parser, "--decays", "X,X,...", "to try (default: 0 to 0.1)", options.fractions)
     measuring.add_rule_options(parser, "")
-    option(parser, "--tune-tokens", "N", "tune on its first N tokens alone", int)
+    option(parser, "--tune-tokens", "N", "tune on the first N tokens of the split of --tune-on", int)
     _add_reading(parser)
     measuring.add_cache_options(parser)
     parser.set_defaults(run=run_dynamic)

@@ -152,7 +152,11 @@ def decompress(
     there, here = header.get("arithmetic"), _arithmetic()
     if there != here:
         known = there if isinstance(there, dict) else {}
-        apart = ", ".join(f"{key} {known.get(key)}, not {here[key]}" for key in here if known.get(key) != here[key])
+        apart = ", ".join(
+            f"{key} {known.get(key)}, not {here.get(key)}"
+            for key in {**here, **known}
+            if known.get(key) != here.get(key)
+        )
         raise UserError(f"{name} can be decoded only where it was made: with {apart}")
     if ("online" in header) != (load is None):
         made, remedy = ("with", "give ") if load is None else ("without", "leave out ")
@@ -202,6 +206,9 @@ class _Setup:
         sizes = {name: checked(int, header.get(name), f"header.{name}") for name in limits}
         if not is_known or not all(1 <= size <= limits[name] for name, size in sizes.items()):
             raise UserError("this version of txl cannot read the file's header")
+        for name, value in lengths.items():
+            if type(value) is not int and (name == "mem_len" or value not in (None, "none")):
+                raise UserError("wrong in the file's header", field=name, value=value, expected="a whole number")
         self.lanes, self.block = sizes["lanes"], sizes["block"]
         self._model, self._lengths = model, Lengths() if model is None else model.model.config.lengths(**lengths)
         self._online = OnlineRecipe.from_plain(header.get("online")) if model is None else None

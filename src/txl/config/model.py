@@ -184,7 +184,7 @@ class ModelConfig(Section, ABC):
         increases = all(first < second for first, second in pairwise((0, *self.cutoffs)))
         self.require(increases, "cutoffs", "numbers above 0 that increase strictly, or nothing")
         d_embed = self.d_embed or self.d_model
-        narrowest = d_embed // self.div_val ** len(self.cutoffs)
+        narrowest = d_embed // self.div_val ** min(len(self.cutoffs), 64)  # widths are below 2^64
         but = f"of {d_embed} embedding features the last cluster would get none"
         self.require(narrowest >= 1, "div_val", "a smaller div_val or fewer cutoffs", but)
         is_set = self.dropout_latent is not None

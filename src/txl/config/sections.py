@@ -282,8 +282,8 @@ class TrainConfig(Section):
     max_rollbacks: int = setting(3, "times that a run goes back because of a spike", at_least=0)
     planned_minutes: float | None = setting(
         None,
-        "planned minutes of training and its evaluations. If they will take a tenth longer, a run for minutes gets "
-        "fewer steps, and other runs print a note; none: neither",
+        "planned minutes of training and its evaluations; if they will take a tenth longer, a run for minutes gets "
+        "fewer steps",
         above=0,
         none="no plan",
         may_change=True,

@@ -174,21 +174,3 @@ def whole_words(piece: Piece, blocks: Iterable[bytes]) -> Blocks:
         yield text[:cut], done
     if rest or not ended:
         yield rest + "\n", 0
-
-
-class Normaliser:
-    """Reader that removes byte order marks, replaces \\r\\n by \\n, and counts both changes."""
-
-    def __init__(self) -> None:
-        self.byte_order_marks = self.line_ends = 0
-
-    def blocks(self, piece: Piece) -> Iterator[bytes]:
-        """Yield the bytes of a piece, normalised."""
-        begins = piece.start == 0
-        for text, _ in whole_line_ends(piece, decoded(piece, piece.blocks())):
-            if begins and text:
-                begins = False
-                self.byte_order_marks += text.startswith(BYTE_ORDER_MARK)
-                text = text.removeprefix(BYTE_ORDER_MARK)
-            self.line_ends += text.count("\r\n")
-            yield text.replace("\r\n", "\n").encode()

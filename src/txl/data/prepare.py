@@ -146,6 +146,8 @@ def prepare(
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
+    except BrokenPipeError:  # nobody reads the progress
+        raise
     except OSError as error:
         raise not_written(f"preparing {name} in", directory.parent, error) from None
     finally:

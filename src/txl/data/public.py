@@ -88,7 +88,7 @@ class PublicCorpus:
         try:
             return self._prepare(downloads, directory)
         except _NotTheCorpus as error:
-            for path in downloads.glob("*"):
+            for path in filter(Path.is_file, downloads.glob("*")):
                 path.unlink(missing_ok=True)
             anew = "the download was removed, so that the same command fetches it anew"
             raise UserError((error,), remedy=anew) from None
@@ -215,6 +215,8 @@ def fetch(
         for download in route:
             try:
                 _fetch_file(download, folder, quiet, timeout)
+            except UserError:  # the hash cannot be recorded: no other route would help
+                raise
             except (RequestException, ValueError) as error:  # pooch raises a ValueError for a wrong hash
                 reason = " ".join(str(error).split())[:300]
                 failures.append(f"{download.url}, tried {_TRIES} times: {reason or type(error).__name__}")

@@ -13,21 +13,12 @@ from pathlib import Path
 
 from txl.data.compressed import COMPRESSED
 from txl.data.formats import first_bad_byte, refuse_formats
+from txl.data.named_splits import COMPRESSED_END, named_splits
 from txl.data.pieces import SPLITS, TRAIN_END, VALID_END, Piece, Pieces, character_start, content_size, cut
 from txl.errors import UserError
 
 # Ends of the names of archives and compressed files that are not decompressed.
 _UNREADABLE = re.compile(r"\.(zip|tar|tgz|tbz2?|txz|tzst|7z|rar|lz4|lzma|br|z)$|\.tar\.(gz|bz2|xz|zst)$", re.IGNORECASE)
-_COMPRESSED_END = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
-# Words for each split in the names of files and folders, and patterns of file names with such a word between dots,
-# dashes or underscores, such as ptb.train.txt, with or without a number.
-_WORDS = {"train": "train", "valid": "valid|validation|val|dev", "test": "test"}
-_OF_FOLDER = {word: split for split, words in _WORDS.items() for word in words.split("|")} | {"training": "train"}
-_NAMES = {split: re.compile(rf"(.*[._-])?(?:{words})(\d*)([._-].*)?") for split, words in _WORDS.items()}
-_TEXT_END = re.compile(r"\.(txt|text|tokens|raw|jsonl?|csv|tsv)$")
-# Ends of the names of programs, which may happen to be called train and test.
-_CODE_END = re.compile(r"\.(py|ipynb|sh|js|ts|c|cc|cpp|cu|h|java|go|rs|jl|lua|pl|rb|r)$")
-_Splits = dict[str, list[Path]]
 
 
 def is_cut(text: str) -> bool:
@@ -99,7 +90,7 @@ def find_files(text: str) -> list[Path]:
 def refuse_no_text(paths: Sequence[Path]) -> None:
     """Refuse files whose names are those of archives or of a compression that is not read, or that hold no text."""
     for path in paths:
-        if _UNREADABLE.search(path.name) or (_COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
+        if _UNREADABLE.search(path.name) or (COMPRESSED_END.search(path.name) and path.suffix not in COMPRESSED):
             raise UserError(f"{path}: files of this kind are not read", expected=f"text, or {', '.join(COMPRESSED)}")
     refuse_formats(paths)
 
@@ -135,83 +126,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         visible = (Path(inside) / name for name in files if not name.startswith("."))
         yield from (path for path in visible if path.is_file())
-
-
-def named_splits(folder: Path, paths: list[Path]) -> _Splits | None:
-    """Return the files of each split if their names tell the splits apart, else None.
-
-    The names are those of the folder's own files and folders; capital letters do not matter. Folders such as train,
-    and plain names such as train.txt, come first; else there may be one set of files whose names differ only in the
-    split, such as ptb.train.txt.
-
-    Raises:
-        UserError: if there are texts of two splits, but not a single set of all three, or if a folder further down has
-            such files. Concatenating and cutting them anew would train on text meant for testing.
-    """
-    root = folder.absolute()
-    below: dict[Path, list[Path]] = {root: []}
-    for path in paths:
-        for parent in path.parents:
-            below.setdefault(parent, []).append(path)
-            if parent == root:
-                break
-    by_position = "(or give the files as a glob to split them by position)"
-    sets = _sets(root, below.pop(root))
-    if len(sets) == 1 and all(sets[0].values()):
-        tops = {path.relative_to(root).parts[0] for path in chain(*sets[0].values())}
-        if len(tops) == len(SPLITS):
-            return sets[0]
-    if sets:
-        listed = ", ".join(path.relative_to(root).as_posix() for path in chain(*sets[0].values()))
-        missing = next((split for split in SPLITS if not sets[0][split]), None)
-        fault = "more than one for a split" if missing is None or len(sets) > 1 else f"but no {missing} split"
-        raise UserError(f"{folder}: holds {listed[:200]}, {fault}", remedy=by_position)
-    for inside, held in sorted(below.items()):
-        for splits in _sets(inside, held):
-            is_prose = all(
-                any(not _CODE_END.search(_name(path)) for path in files) for files in splits.values() if files
-            )
-            if splits["train"] and is_prose:
-                told = f"{inside.relative_to(root)} in it has folders or files named after splits"
-                raise UserError(f"{folder}: {told}", remedy=f"give {inside} {by_position}")
-    return None
-
-
-def _sets(folder: Path, paths: list[Path]) -> list[_Splits]:
-    """Return the sets of files of all three splits, or texts of two, that the names in a folder tell apart.
-
-    Folders and texts with plain names make up one set; if it is complete, it is the only one. The names `training` and
-    `dev` of folders have other uses too: the first counts only without a folder `train` beside it, the second only
-    beside one.
-    """
-    folders: dict[str, list[Path]] = {}
-    plain: _Splits = {split: [] for split in SPLITS}
-    sets = {("", "", ""): plain}
-    for path in paths:
-        top, *inside = path.relative_to(folder).parts
-        if inside:
-            folders.setdefault(top.lower(), []).append(path)
-        elif not _CODE_END.search(_name(path)):
-            for split, pattern in _NAMES.items():
-                if match := pattern.fullmatch(_name(path)):
-                    before, number, after = (group or "" for group in match.groups())
-                    is_plain = before == number == "" and _TEXT_END.fullmatch(after) is not None
-                    rest = ("", "", "") if is_plain else (before, number, after)
-                    sets.setdefault(rest, {split: [] for split in SPLITS})[split].append(path)
-    left_out = "training" if "train" in folders else "" if "training" in folders else "dev"
-    in_folders: _Splits = {}
-    for name, held in folders.items():
-        if name in _OF_FOLDER and name != left_out:
-            in_folders.setdefault(_OF_FOLDER[name], []).extend(held)
-    plain.update(in_folders)
-    if all(plain.values()):
-        return [plain]
-    texts = [sum(any(_TEXT_END.search(_name(path)) for path in held) for held in one.values()) for one in sets.values()]
-    return [one for one, count in zip(sets.values(), texts, strict=True) if count > 1 or all(one.values())]
-
-
-def _name(path: Path) -> str:
-    return _COMPRESSED_END.sub("", path.name.lower())
 
 
 def stdlib_files() -> list[Path]:

@@ -176,9 +176,9 @@ def _checked(losses: Losses) -> list[int]:
     shape: list[int] = []
     for name, by_length in losses.items():
         try:
-            measured = sorted(map(index, dict(by_length)))
+            measured = sorted(map(index, by_length.keys()))
             values = {length: _float64(given) for length, given in by_length.items()}
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise UserError(f"the losses of {name!r} are not numbers by context length ({error})") from None
         lengths = lengths or measured
         if measured != lengths or not lengths or lengths[0] < 1:

@@ -184,7 +184,8 @@ def _losses_of(
     """Return the losses of targets (None: all of a stream) after each of C increasing contexts, on the CPU."""
     ids = _ids(model, tokens, settings)
     chosen, longest = np.asarray(range(1, len(ids)) if targets is None else targets, dtype=np.int64), contexts[-1]
-    if targets is not None and not (len(targets) and chosen.min() >= longest and chosen.max() < len(ids)):
+    are_indices = targets is None or (chosen.ndim == 1 and len(chosen) > 0)
+    if not are_indices or (targets is not None and not (chosen.min() >= longest and chosen.max() < len(ids))):
         raise UserError("a target is out of range", expected=f"one or more indices from {longest} to {len(ids) - 1}")
     losses = torch.empty(len(chosen) * len(contexts), dtype=torch.float64)
     with evaluation_mode(model, settings.dtype) as view:

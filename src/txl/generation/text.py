@@ -187,10 +187,10 @@ def generate_with(
     model: LanguageModel, vocabulary: Vocabulary | None, prompt: str, options: GenerationOptions
 ) -> Iterator[str]:
     """Return the pieces of `generate` for one value of options."""
-    steps = _steps(model, vocabulary, prompt, options)  # here and not in the generator: mistakes are refused at once
+    # Here and not in the generator: mistakes are refused at once.
+    steps, writer = _steps(model, vocabulary, prompt, options), _Writer(vocabulary, prompt, options)
 
     def pieces() -> Iterator[str]:
-        writer = _Writer(vocabulary, prompt, options)
         for tokens in steps:
             if piece := writer.push_token(int(tokens[0])):
                 yield piece

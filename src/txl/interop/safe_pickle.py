@@ -64,16 +64,23 @@ def _check_hashed(values: Iterable[object]) -> None:
             raise UnsafePickle("it has a nested key, which no checkpoint needs")
 
 
+def plain_sequence(value: Any) -> Any:
+    """Return a container of the pickle itself; refuse a tensor, which makes all its rows when it is iterated."""
+    if not isinstance(value, list | tuple | set | frozenset | dict):
+        raise UnsafePickle(f"it makes a container of {type(value).__name__}")
+    return value
+
+
 def _plain_dict(*args: Any) -> dict[object, object]:
     """Return a dict in place of an OrderedDict or Counter, from a list of pairs, from a mapping, or empty."""
-    for pairs in args:
-        _check_hashed(pairs if isinstance(pairs, dict) else (key for key, _ in pairs))
+    for pairs in map(plain_sequence, args):
+        _check_hashed(pairs if isinstance(pairs, dict) else (key for key, _ in map(plain_sequence, pairs)))
     return dict(*args)
 
 
-def _plain_set(elements: Iterable[object] = ()) -> set[object]:
-    _check_hashed(elements)
-    return set(elements)
+def _plain_set(elements: object = ()) -> set[object]:
+    _check_hashed(plain_sequence(elements))
+    return set(plain_sequence(elements))
 
 
 HARMLESS: Mapping[tuple[str, str], Callable[..., object]] = {
@@ -87,12 +94,34 @@ HARMLESS: Mapping[tuple[str, str], Callable[..., object]] = {
 _PurePython: Any = vars(pickle)["_Unpickler"]
 
 
-def _with_checked_keys(name: str, keys: slice) -> Callable[[SafeUnpickler], None]:
-    """Return the function of an opcode that first checks some elements of the stack, which it will hash."""
+def _with_checks(name: str, keys: slice = slice(0), target: int | None = None) -> Callable[[SafeUnpickler], None]:
+    """Return the function of an opcode that first checks elements of the stack.
+
+    Args:
+        name: method of the opcode.
+        keys: elements that it will hash.
+        target: place of the container that it changes, on the stack, or 0: below the mark. Tensors are no containers.
+    """
     load = getattr(_PurePython, name)
 
     def checked(unpickler: SafeUnpickler) -> None:
         _check_hashed(unpickler.stack[keys])
+        if target is not None:
+            changed = unpickler.stack[target] if target else unpickler.metastack[-1][-1]
+            if not isinstance(changed, list | dict | set | StandIn):
+                raise UnsafePickle(f"it adds to a {type(changed).__name__}")
+        load(unpickler)
+
+    return checked
+
+
+def _with_arguments(name: str) -> Callable[[SafeUnpickler], None]:
+    """Return the function of an opcode that calls something with a tuple of arguments."""
+    load, place = getattr(_PurePython, name), -2 if name == "load_newobj_ex" else -1
+
+    def checked(unpickler: SafeUnpickler) -> None:
+        if not isinstance(unpickler.stack[place], tuple):
+            raise UnsafePickle("it calls something without a tuple of arguments")
         load(unpickler)
 
     return checked
@@ -161,11 +190,16 @@ class SafeUnpickler(_PurePython):
         pickle.LONG4[0]: refuse_size,
         pickle.BYTEARRAY8[0]: refuse_size,
         pickle.BUILD[0]: load_build,
-        pickle.SETITEM[0]: _with_checked_keys("load_setitem", slice(-2, -1)),
-        pickle.SETITEMS[0]: _with_checked_keys("load_setitems", slice(None, None, 2)),
-        pickle.DICT[0]: _with_checked_keys("load_dict", slice(None, None, 2)),
-        pickle.ADDITEMS[0]: _with_checked_keys("load_additems", slice(None)),
-        pickle.FROZENSET[0]: _with_checked_keys("load_frozenset", slice(None)),
+        pickle.REDUCE[0]: _with_arguments("load_reduce"),
+        pickle.NEWOBJ[0]: _with_arguments("load_newobj"),
+        pickle.NEWOBJ_EX[0]: _with_arguments("load_newobj_ex"),
+        pickle.APPEND[0]: _with_checks("load_append", target=-2),
+        pickle.APPENDS[0]: _with_checks("load_appends", target=0),
+        pickle.SETITEM[0]: _with_checks("load_setitem", slice(-2, -1), target=-3),
+        pickle.SETITEMS[0]: _with_checks("load_setitems", slice(None, None, 2), target=0),
+        pickle.DICT[0]: _with_checks("load_dict", slice(None, None, 2)),
+        pickle.ADDITEMS[0]: _with_checks("load_additems", slice(None), target=0),
+        pickle.FROZENSET[0]: _with_checks("load_frozenset", slice(None)),
     }
 
     def load(self) -> object:

@@ -58,7 +58,7 @@ def tensorflow_prefix(path: Path) -> Path | None:
                 return path / Path(named[1]).name
         # The newest by its step; one without a step is the oldest.
         steps = {file: re.search(r"-(\d+)\.index$", file.name) for file in sorted(path.glob("*.ckpt*.index"))}
-        newest = max(steps, key=lambda file: int((steps[file] or [0, -1])[1]), default=None)
+        newest = max(steps, key=lambda file: (int((steps[file] or [0, -1])[1]), file.name), default=None)
         return None if newest is None else newest.with_suffix("")
     if path.suffix == ".index" and path.is_file():
         return path.with_suffix("")

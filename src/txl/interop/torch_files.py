@@ -24,7 +24,7 @@ from torch import Tensor
 
 from txl.errors import UserError
 from txl.files import opened
-from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle
+from txl.interop.safe_pickle import SafeUnpickler, UnsafePickle, plain_sequence
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _STREAM_PROTOCOL = 1001
@@ -86,7 +86,7 @@ _PARAMETERS = (
 _NAMES: dict[tuple[str, str], object] = {
     **_REBUILT,
     **dict.fromkeys(_PARAMETERS, lambda data, *rest: data),
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): lambda sizes=(): tuple(plain_sequence(sizes)),
     ("torch", "device"): lambda *named: named,
     **{(module, name): dtype for name, dtype in _DTYPES.items() for module in ("torch", "torch.cuda")},
     **{("torch", str(dtype).rpartition(".")[2]): dtype for dtype in _DTYPES.values()},

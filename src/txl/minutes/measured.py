@@ -124,6 +124,8 @@ def text_facts(corpus: str) -> TextFacts:
     characters: set[str] = set()
     sample = []
     for piece in pieces:
+        if looked_at >= _LOOKED_AT:
+            break
         decoder = codecs.getincrementaldecoder("utf-8")()
         for block in chain(piece.blocks(), [b""]):
             if looked_at >= _LOOKED_AT:  # counted in bytes, because small files yield small blocks

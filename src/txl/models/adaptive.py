@@ -159,8 +159,9 @@ class AdaptiveSoftmax(nn.Module):
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, self.bounds[0][1] - 1 + cluster)
         weight, bias = self._layer(tables, 0)
-        weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
-        nll = losses(inner, weight, bias, head_target)  # every target
+        head = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        nll = losses(inner, *head, head_target)  # every target
+        del head  # without gradients nothing else holds it
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):  # only the targets of that cluster
             here = cluster == tail
             if tail_rows is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int, Int64
@@ -26,7 +26,7 @@ from torch import Tensor
 from txl.config import Lengths, Limit
 from txl.errors import UserError
 from txl.models.language_model import CacheSettings, LanguageModel, State
-from txl.models.loss import at_least_float32, nll_at_temperature
+from txl.models.loss import EVERY_TARGET, Objective, at_least_float32, nll_at_temperature
 
 # Largest number of products h_t . h_i that exist at a time.
 MAX_SCORES = 1 << 24
@@ -202,6 +202,12 @@ class ContinuousCache(LanguageModel[CacheState]):
             mixed = torch.logaddexp(math.log1p(-self.weight) + plain, self._log_weight + cached.log())
             log_probs[:, block.positions] = torch.where(block.seen.any(dim=-1, keepdim=True), mixed, plain)
         return log_probs, after
+
+    def training_terms(
+        self, tokens: Tensor, targets: Tensor, state: CacheState, objective: Objective = EVERY_TARGET
+    ) -> NoReturn:
+        """Raise `UserError`: a continuous cache has nothing to train."""
+        self._lacks("weights to train")
 
     def _read(self, tokens: Tensor, state: CacheState) -> tuple[Tensor, Iterator[_Block], CacheState]:
         """Return the model's hidden states [B,T,E], an iterator over blocks of the segment, and the next state."""

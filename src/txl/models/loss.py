@@ -98,15 +98,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, rows: int, compiled: bool
     ) -> Tensor:
-        parts = []  # the logits of a chunk are discarded at once
+        parts = []
         for part, target in zip(hidden.split(rows), targets.split(rows), strict=True):
             logits = _logits(part, weight, bias)
             if compiled and type(logits) is Tensor and serves(logits, target):
                 parts.append(losses_and_sums(logits, target))
+                del logits  # before those of the next chunk exist
                 continue
             loss, greatest = _pytorch_s(logits, target), logits.amax(dim=1)
             rest = loss + (logits.gather(1, target[:, None]).squeeze(1) - greatest)
             parts.append((loss, torch.stack([greatest, rest], dim=1)))
+            del logits
         losses, sums = (torch.cat(kind) for kind in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, sums)
         ctx.rows, ctx.compiled = rows, compiled
@@ -130,11 +132,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 logits.scatter_add_(1, target[:, None], -torch.ones_like(logits[:, :1])).mul_(above[:, None])
             grad_bias += logits.sum(dim=0)
             grad_logits = logits.to(weight.dtype)
+            del logits
             grad_part.copy_(linear(grad_logits, weight.t(), few=False))
             if weight.dtype == grad_weight.dtype:
                 grad_weight.addmm_(grad_logits.t(), part)
             else:
                 grad_weight += grad_logits.t() @ part
+            del grad_logits  # before the logits of the next chunk exist
         return grad_hidden, grad_weight.to(weight.dtype), grad_bias.to(bias.dtype), None, None, None
 
 

@@ -182,7 +182,7 @@ class VanillaTransformer(FamilyModel[NoMemory]):
 
     def hidden_states(self, tokens: Int64[Tensor, "B T"], state: NoMemory) -> tuple[Float[Tensor, "B T E"], NoMemory]:
         """Return h^N of one independent segment; see `LanguageModel.hidden_states`."""
-        return self._layer_outputs(tokens, state)[-1], state
+        return self._layer_outputs(tokens, state, all_layers=False)[-1], state
 
     def training_terms(
         self, tokens: Tensor, targets: Tensor, state: NoMemory, objective: Objective = EVERY_TARGET
@@ -191,12 +191,12 @@ class VanillaTransformer(FamilyModel[NoMemory]):
         if self.auxiliary is None:
             return super().training_terms(tokens, targets, state, objective)
         check_targets(tokens, targets)
-        outputs = self._layer_outputs(tokens, state)
+        outputs = self._layer_outputs(tokens, state, all_layers=True)
         loss, penalty = self._terms(outputs[-1], targets, objective)
         return loss, penalty + self.auxiliary(outputs, targets, objective, self.dropout_out), state
 
-    def _layer_outputs(self, tokens: Tensor, state: NoMemory) -> list[Tensor]:
-        """Return the outputs [B,T,E] of all layers, or of the last alone where no auxiliary loss needs the others."""
+    def _layer_outputs(self, tokens: Tensor, state: NoMemory, all_layers: bool) -> list[Tensor]:
+        """Return the outputs [B,T,E] of all layers, which auxiliary losses need, or of the last alone."""
         if not isinstance(state, NoMemory):
             raise UserError("the state belongs to another model; expected one that this model's init_state made")
         n_token = tokens.shape[1]
@@ -214,6 +214,6 @@ class VanillaTransformer(FamilyModel[NoMemory]):
             if self.config.encoding == "learned":  # Al-Rfou et al. 2018: added to the input of every layer
                 hidden = hidden + self.positions[number, :n_token]
             hidden = layer(hidden)
-            if self.auxiliary is not None or number == len(self.layers) - 1:
+            if all_layers or number == len(self.layers) - 1:
                 outputs.append(hidden)
         return outputs

@@ -34,7 +34,7 @@ _wanted: ContextVar[bool] = ContextVar("compiled code is wanted", default=True)
 def compiled_code(wanted: bool) -> Iterator[None]:
     """Allow or forbid the compiled library on a CPU within a `with` block; by default it is allowed.
 
-    Products by oneDNN (`txl.native.products`) are forbidden with it.
+    Products by oneDNN (`txl.native.operations`) are forbidden with it.
     """
     token = _wanted.set(wanted)
     try:

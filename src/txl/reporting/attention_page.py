@@ -105,8 +105,10 @@ def _text(position: JsonObject, head: JsonObject) -> Markup:
     seen = Markup("")
     for index in range(last + 1 - position["keys"][-1], last + 1):
         piece = visible(position["texts"][index])
-        if index in chosen:  # a marked line end must be visible
-            piece = Markup("<mark>{}</mark>").format(piece.replace("\n", "⏎\n"))
+        if index in chosen or index == last:  # a marked line end must be visible
+            piece = piece.replace("\n", "⏎\n")
+        if index in chosen:
+            piece = Markup("<mark>{}</mark>").format(piece)
         seen += Markup('<span class="target">{}</span>').format(piece) if index == last else piece
     following = position["next"].replace("\n", "⏎").replace(" ", "␣")
     return Markup('{}<span class="control">{}</span>').format(seen, visible(following))

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, pass_eval_context
+from jinja2.nodes import EvalContext
 from markupsafe import Markup, escape
 
 from txl import units
@@ -21,13 +22,19 @@ def render(template: str, values: Mapping[str, object]) -> Markup:
     return Markup(_environment().get_template(template).render(values))
 
 
+@pass_eval_context
+def _finalized(context: EvalContext, value: object) -> object:
+    """Return a value for a page: texts of users may hold control characters, which could break HTML."""
+    is_text = isinstance(value, str) and not isinstance(value, Markup)
+    return plain(value) if is_text and context.autoescape else value
+
+
 @functools.cache
 def _environment() -> Environment:
     made = Environment(
         loader=PackageLoader("txl.reporting"),
         autoescape=lambda name: name is None or not name.endswith(".md"),
-        # Texts of users may hold control characters, which could break the page.
-        finalize=lambda value: plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        finalize=_finalized,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -244,7 +244,7 @@ def draw_memory_curve(
         axes.set_xscale("symlog", base=2, linthresh=min(positive), linscale=1)
     axes.margins(x=0.07)
     places = axes.transScale.transform(np.column_stack((lengths, np.ones(len(lengths)))))[:, 0]
-    places = (places - places[0]) / (places[-1] - places[0])
+    places = (places - places[0]) / ((places[-1] - places[0]) or 1.0)
     # Labels that do not overlap: of the longest, then of the others from the shortest upwards. The axes take at least
     # 0.65 of the figure's width from the first to the last point.
     assert isinstance(axes.figure, Figure)
@@ -263,10 +263,13 @@ def draw_memory_curve(
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
     if training_memory is not None and min(lengths) <= training_memory <= max(lengths):
-        top = float(np.interp(training_memory, lengths, values))
+        at = axes.transScale.transform((training_memory, 1.0))[0]
+        ends = axes.transScale.transform([(lengths[0], 1.0), (lengths[-1], 1.0)])[:, 0]
+        place = (at - ends[0]) / ((ends[1] - ends[0]) or 1.0)
+        top = float(np.interp(place, places, values))  # where the drawn line is
         bottom = axes.get_ylim()[0]
         axes.vlines(training_memory, bottom, top, color=SOFT, linewidth=1, linestyles=(0, (2, 2)), zorder=0)
-        right = training_memory > lengths[len(lengths) // 2]  # on the side with more room
+        right = place > 0.5  # on the side with more room
         axes.annotate(
             "memory in training", (training_memory, 0), xycoords=("data", "axes fraction"),
             xytext=(-4 if right else 4, 4), textcoords="offset points", ha="right" if right else "left", fontsize=8.5,

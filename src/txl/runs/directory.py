@@ -204,12 +204,13 @@ class RunDirectory:
                 # The directory, too: a user may take the file for stale and delete it.
                 locks.append(os.open(self.path, os.O_RDONLY))
                 stack.callback(os.close, locks[-1])
-            for descriptor in locks:
-                self._lock(descriptor)
+            self._lock(locks[0])
+            for descriptor in locks[1:]:  # on NFS, a descriptor opened to read has no exclusive lock
+                self._lock(descriptor, tells=False)
             yield
 
-    def _lock(self, descriptor: int) -> None:
-        """Lock an open file until it is closed."""
+    def _lock(self, descriptor: int, tells: bool = True) -> None:
+        """Lock an open file until it is closed; a note says where locks are missing."""
         for _ in range(_LOCK_ATTEMPTS):  # `txl status` holds the lock briefly to test it
             try:
                 portalocker.lock(descriptor, LockFlags.EXCLUSIVE | LockFlags.NON_BLOCKING)
@@ -217,7 +218,8 @@ class RunDirectory:
             except portalocker.AlreadyLocked:
                 time.sleep(0.05)
             except (OSError, portalocker.LockException) as error:  # some network file systems have no locks
-                print(f"note: {self.path}: no lock ({error}); start no second training here", file=sys.stderr)
+                if tells:
+                    print(f"note: {self.path}: no lock ({error}); start no second training here", file=sys.stderr)
                 return
         remedy = ("wait for it or use another ", Field("out"))
         raise UserError("another process is training here", value=self.path, remedy=remedy)

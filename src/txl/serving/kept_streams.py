@@ -440,6 +440,7 @@ class KeptStreams:
                 partial.unlink()
         for path in sorted(path for path in folder.iterdir() if _FILE.fullmatch(path.name)):
             try:
+                self.check_room()  # before a file is read
                 stream = restored(path.read_bytes(), self.service)
                 stream.id, stream.changed = path.stem, False
                 self.add(stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -173,7 +172,15 @@ def parsed(body: bytes) -> JsonObject:
             raise ApiError(400, f"the body is {type(value).__name__}; expected a JSON object")
         if "\\u" in text:  # halves of surrogate pairs are not characters and cannot be encoded in an answer
             for name, part in value.items():
-                "".join(_slices([name, part], functools.partial(json.dumps, ensure_ascii=False))).encode()
+                values: list[object] = [name, part]
+                while values:  # a recursive generator would pass each leaf up through all levels
+                    inner = values.pop()
+                    if isinstance(inner, list):
+                        values += [item for item in inner if isinstance(item, str | list | dict)]
+                    elif isinstance(inner, dict):
+                        values += [*inner, *inner.values()]
+                    elif isinstance(inner, str):
+                        inner.encode()
         return value
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: byte {error.start} is 0x{body[error.start]:02x}") from None

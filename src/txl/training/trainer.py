@@ -248,7 +248,7 @@ class Trainer:
         loop = TrainingLoop(setup, state)
 
         verified: list[VerifiedCheckpoint] = []  # by process 0, which hashes the files only once
-        newest = processes.first_does("checkpoint", lambda: self._newest_good(log, display, verified))
+        newest = before and processes.first_does("checkpoint", lambda: self._newest_good(log, display, verified))
         if newest is None:  # a new run, or one that was killed before its first checkpoint
             self._announce(loop, EventName.START, facts)
             if source is not None:

@@ -143,10 +143,9 @@ def run(arguments: argparse.Namespace) -> None:
 
     results: list[Speed] = []
     for dtype in ("float32", "bfloat16") if arguments.dtype == "both" else (arguments.dtype,):
-        config.train.dtype = dtype
         for compiled in (False, True) if arguments.workload == "train" and arguments.compile else (False,):
-            config.train.compile = compiled
             if arguments.workload == "train":
+                config.train.dtype, config.train.compile = dtype, compiled
                 speed = bench_training(config, arguments.vocabulary, arguments.steps, device)
             else:
                 speed = bench_evaluation(config, arguments.vocabulary, arguments.steps, device, dtype)

@@ -76,8 +76,9 @@ class Folder:
             why = f"holds another reproduction: {', '.join(changed)}"
             raise UserError(why, field="out", value=self.path, remedy="give another directory")
         begins = ("experiment.json", self._record.name)  # what a reproduction writes first or begins with
-        files = self.path.iterdir() if self.path.is_dir() else [self.path]
-        if not there and self.path.exists() and any(not path.name.startswith(begins) for path in files):
+        is_file = self.path.exists() and not self.path.is_dir()
+        files = self.path.iterdir() if self.path.is_dir() else ()
+        if is_file or (not there and any(not path.name.startswith(begins) for path in files)):
             why = "not empty and not a reproduction"
             raise UserError(why, field="out", value=self.path, remedy="give another directory")
 
