@@ -25,8 +25,9 @@ def render(template: str, values: Mapping[str, object]) -> Markup:
 @pass_eval_context
 def _finalized(context: EvalContext, value: object) -> object:
     """Return a value for a page: texts of users may hold control characters, which could break HTML."""
-    is_text = isinstance(value, str) and not isinstance(value, Markup)
-    return plain(value) if is_text and context.autoescape else value
+    if isinstance(value, str) and not isinstance(value, Markup) and context.autoescape:
+        return plain(value)
+    return value
 
 
 @functools.cache
