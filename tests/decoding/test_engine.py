@@ -202,7 +202,7 @@ def test_mistakes_are_named_in_one_line():
     with pytest.raises(UserError, match="window 9 needs"):
         DecodeEngine(model, mem_len=3, window=9)
     with torch.device("meta"):
-        vanilla = txl.build_model(txl.preset("al-rfou-12L").model, 5)
+        vanilla = txl.build_model(txl.preset("enwik8-vanilla-12L").model, 5)
     with pytest.raises(UserError, match="needs a Transformer-XL"):
         DecodeEngine(vanilla)
     engine = DecodeEngine(model)

@@ -87,7 +87,7 @@ def test_the_printed_command_gives_the_reported_number(options, temperature, run
     ("words", "message"),
     [
         (["cache", "--size", "0"], "size is 0"),
-        (["cache", "--size", str(2**32 + 1)], "at most 4294967296"),
+        (["cache", "--size", str(2**32 + 1)], "expected 1 to 4294967296"),
         (["cache", "--size", "99999999999999999999999"], "expected a whole number from"),
         (["cache", "--max-tokens", "-5"], "--max-tokens is -5"),
         (["cache", "--temperature", "0"], "temperature is 0"),

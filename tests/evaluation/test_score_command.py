@@ -215,7 +215,7 @@ def test_texts_that_cannot_be_read_leave_nothing(content, runs, tmp_path, capsys
         (["text.txt", "--out", "."], "a folder"),
         (["text.txt", "--out", "./text.txt"], ": the source itself"),
         (["text.txt", "--sliding", "4", "--mem-len", "3"], "--sliding and --mem-len"),
-        (["text.txt", "--segment", "0"], "segment is 0"),
+        (["text.txt", "--segment", "0"], "--segment: expected 1 or more"),
         (["text.txt", "--window", "30"], "window"),
         (["text.txt", "--checkpoint", "77"], "77"),
         (["text.txt", "--cache-size", "9"], "--cache-theta"),

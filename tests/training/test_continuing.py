@@ -160,7 +160,7 @@ def test_what_is_no_extension_is_refused(trained, story, data_dir, tmp_path, cap
     assert "train.steps is 8, but the run in" in refused("8", "--out", str(out), "--extend")
     assert "model.n_layer 2 -> 3; give" in refused("20", "--out", str(out), "--extend", "--model.n-layer=3")
     assert "holds no run to continue" in refused("20", "--out", str(tmp_path / "new"), "--extend")
-    assert "--fork: " in refused("20", "--out", str(out), "--extend", "--fork")
+    assert "--fork and --extend" in refused("20", "--out", str(out), "--extend", "--fork")
     assert not (tmp_path / "new").exists()
 
 

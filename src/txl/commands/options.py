@@ -351,7 +351,7 @@ def load_to_read(run: RunDirectory, checkpoint: Path, device: str) -> tuple[Fami
     model, vocabulary = run.load(checkpoint, device=device)
     if vocabulary is None:
         remedy = "import it again with its vocabulary"
-        raise UserError("no vocabulary to read the text with", value=run.path, remedy=remedy)
+        raise UserError("has no vocabulary, so no text can be read", value=run.path, remedy=remedy)
     return model, vocabulary
 
 

@@ -253,7 +253,7 @@ def _shares(block: _Block, theta: float) -> Tensor:
 
 def check_cache(size: int, thetas: Sequence[float], weights: Sequence[float]) -> None:
     """Raise `UserError` if a setting of a cache is out of its range."""
-    settings = [("size", size, 1 <= size <= MAX_SIZE, f"1 pair to {MAX_SIZE}")]
+    settings = [("size", size, 1 <= size <= MAX_SIZE, f"1 to {MAX_SIZE}")]
     settings += [("theta", theta, 0 <= theta <= _MOST_THETA, f"0 to {_MOST_THETA:g}") for theta in thetas]
     settings += [("lambda", weight, 0 <= weight < 1, "a share from 0 up to but not including 1") for weight in weights]
     for name, value, allowed, expected in settings:

@@ -81,7 +81,7 @@ def test_the_page_of_what_is_finished(quick, story, tmp_path, data_dir, capsys, 
     words = ["reproduce", "table7", *quick, "--corpus", str(story), "--out", str(out), "--quiet", "--json"]
     words += ["--data-dir", str(data_dir), "--device", "cpu", "--seeds", "2"]
     assert main([*words, "--so-far"]) == 2
-    assert "holds no reproduction; leave --so-far out" in capsys.readouterr().err
+    assert "--so-far: " in capsys.readouterr().err
     assert not out.exists()
     assert main([*words, "--so-far", "--dry-run"]) == 2
     assert main(words) == 0

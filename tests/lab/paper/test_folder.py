@@ -78,7 +78,7 @@ def test_text_too_short_for_a_command_is_refused_before_training(name, split, mi
         (folder / f"{each}.txt").write_text("the cat sat .\n" * sentences)
     (folder / f"{split}.txt").write_text("the cat sat .\n" * 3)
     run = dataclasses.replace(micro, eval_tokens=None)
-    with pytest.raises(UserError, match=rf"the {split} split of .* has 1\d tokens, but at scale micro {name} reads"):
+    with pytest.raises(UserError, match=rf"the {split} split of .* has 1\d tokens, but {name} reads"):
         experiment(name, run, DataConfig(corpus=str(folder), unit="word"), tmp_path / "out", data_dir).run()
     assert not (tmp_path / "out" / "runs").exists()
 
