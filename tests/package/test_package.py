@@ -95,7 +95,7 @@ def members(wheel: Path) -> set[str]:
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     found = members(wheel)
     source = ROOT / "src"
-    endings = {".py", ".pyi", ".cpp", ".h", ".html", ".js", ".css", ".svg", ".toml"}
+    endings = {".py", ".pyi", ".cpp", ".h", ".html", ".md", ".js", ".css", ".svg", ".toml"}
     houses = ("txl", "txl_lab")
     paths = [path for house in houses for path in (source / house).rglob("*")]
     ours = {path.relative_to(source).as_posix() for path in paths if path.suffix in endings}
