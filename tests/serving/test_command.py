@@ -143,5 +143,6 @@ def test_what_differs_from_txl_score_is_said_at_the_start(trained, story, data_d
         assert main(["serve", str(directory), "--port", "0"]) == 0
         said.append([line for line in capsys.readouterr().err.splitlines() if line.startswith("note:")])
     assert said[0] == []
-    [note] = said[1]
-    assert "segments of 128 tokens; txl score uses the run's, 1.3 and 256" in note
+    temperature, segments = said[1]
+    assert "txl score uses the run's, 1.3" in temperature
+    assert "texts are read in segments of 128 tokens; txl score uses the run's, 256" in segments

@@ -160,11 +160,13 @@ def run(arguments: argparse.Namespace) -> None:
                     f"note: log-probabilities are those of temperature 1; txl score uses the run's, {own.temperature:g}"
                 )
             if about["window"] is None and own.segment != PROMPT_SEGMENT:
-                longest = min(own.segment, PROMPT_SEGMENT)
+                read = f"texts are read in segments of {PROMPT_SEGMENT} tokens"
+                if own.segment < PROMPT_SEGMENT:
+                    read = f"streams, and prompts with echo and logprobs, are read in segments of {own.segment} tokens"
+                    read += f", other prompts in {PROMPT_SEGMENT}"
                 say(
-                    f"note: without a window, log-probabilities depend on the segments: streams, and prompts with echo "
-                    f"and logprobs, are read in segments of {longest} tokens, other prompts in {PROMPT_SEGMENT}; txl "
-                    f"score uses the run's, {own.segment}"
+                    f"note: {read}; txl score uses the run's, {own.segment}, and without a window log-probabilities "
+                    f"depend on them"
                 )
             if n_opened:
                 say(f"streams opened from {folder}: {n_opened}")
