@@ -218,3 +218,5 @@ def test_bfloat16_streams_move_too(server_with):
     moved = restore(second, snapshot(first, stream))["id"]
     for _ in range(2):
         go_on_alike(first, stream, second, moved)
+    ours, theirs = first.get(f"/v1/streams/{stream}"), second.get(f"/v1/streams/{moved}")
+    assert (ours["tokens"], ours["bits"]) == (theirs["tokens"], theirs["bits"])

@@ -253,6 +253,7 @@ def test_numbers_of_an_idle_server(server):
     generate(server, stream, 5)
     wait_for(lambda: metrics.stream_bytes._value.get() == server.kept.get(stream).nbytes)  # updated once a second
     wait_for(lambda: metrics.running._value.get() == metrics.queued._value.get() == 0)
+    assert metrics.stream_bytes._value.get() > 0
 
 
 def test_empty_streams(server):

@@ -115,11 +115,11 @@ class Backend:
 
 # Functions with names, because models are pickled with their backend.
 def _compiled_obstacle(_: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-    return device and why_not_training(device, dtype or torch.float32)
+    return why_not_training(device, dtype or torch.float32) if device else _why_not_dtype(dtype)
 
 
 def _triton_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-    return device and why_not_triton(device, dtype, model.d_head)
+    return why_not_triton(device, dtype, model.d_head) if device else _why_not_dtype(dtype)
 
 
 def _flex_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
@@ -137,9 +137,12 @@ def _flex_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.
             return f"needs {need} (model.{name} is {value})"
     if device and device.partition(":")[0] != "cuda":
         return f"cannot train on {device}, only on cuda"
-    if dtype not in (None, torch.float32, torch.bfloat16):
-        return f"cannot train in {dtype}, only in float32 and bfloat16"
-    return None
+    return _why_not_dtype(dtype)
+
+
+def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
+    is_known = dtype in (None, torch.float32, torch.bfloat16)
+    return None if is_known else f"cannot train in {dtype}, only in float32 and bfloat16"
 
 
 BACKENDS = {

@@ -44,6 +44,10 @@ class LockedDropout(nn.Module):
         ones = hidden.new_ones(*hidden.shape[:-2], 1, hidden.shape[-1])
         return hidden * F.dropout(ones, self.p)
 
+    def extra_repr(self) -> str:
+        """Return the rate, for printing."""
+        return f"p={self.p}"
+
 
 class Dropout(nn.Dropout):
     """`nn.Dropout`, in the compiled library if `compiled` is true, as for models whose attention is `compiled`."""

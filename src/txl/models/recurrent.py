@@ -198,6 +198,10 @@ class LSTMLayer(nn.Module):
             outputs, (hidden, cell) = self.lstm(inputs, (hidden, cell))
         return outputs, (hidden[0], cell[0])
 
+    def extra_repr(self) -> str:
+        """Return the rate, for printing."""
+        return f"weight_drop={self.weight_drop}"
+
 
 class QRNNLayer(nn.Module):
     """A quasi-recurrent layer with fo-pooling (Bradbury et al. 2016, Section 2).
@@ -245,6 +249,10 @@ class QRNNLayer(nn.Module):
         last = read[:, read.shape[1] - self.kernel_size + 1 :]
         outputs = (torch.sigmoid(output) * cells).to(inputs.dtype)
         return outputs, (cells[:, -1].clone(), last.clone(memory_format=torch.contiguous_format))
+
+    def extra_repr(self) -> str:
+        """Return the rates, for printing."""
+        return f"kernel_size={self.kernel_size}, weight_drop={self.weight_drop}, zoneout={self.zoneout}"
 
 
 class RecurrentModel(FamilyModel[RecurrentState]):
