@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+import txl
 from txl.config import TransformerXLConfig
 from txl.data.characters import ByteVocabulary, CharVocabulary
 from txl.data.word_vocabulary import WordVocabulary
@@ -222,3 +223,10 @@ def test_a_model_without_a_vocabulary_generates_ids_but_no_text(model):
     assert len(list(generate_tokens(model, [1, 2], max_tokens=5))) == 5
     with pytest.raises(UserError, match="outside of the model's vocabulary, 0 to 10"):
         generate_tokens(model, [11], max_tokens=5)
+
+
+def test_the_public_interface_of_the_design(trained):
+    model, vocabulary = txl.load(trained)
+    pieces = list(txl.generate(model, vocabulary, "The ", max_tokens=20, top_k=40, seed=1))
+    assert all(isinstance(piece, str) for piece in pieces)
+    assert "".join(pieces) == "".join(txl.generate(model, vocabulary, "The ", max_tokens=20, top_k=40, seed=1))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.conftest import small_run
 from tests.data.test_corpora import refusal, split_bytes
 
 import txl
@@ -17,6 +18,7 @@ from txl.data import corpora, prepare
 from txl.data.corpora import refuse_unused
 from txl.data.user_text import find_files
 from txl.errors import UserError
+from txl.training.trainer import Trainer
 
 
 def write(folder, *names):
@@ -251,3 +253,14 @@ program.command()
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr.splitlines()[1:]) == (128 + sent, [])
     assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_run_in_the_folder_of_its_text_goes_on(story, tmp_path, monkeypatch):
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "story.txt").write_bytes(story.read_bytes())
+    run = small_run(str(project))
+    out, cache = project / "runs" / "a", project / "cache"
+    first = Trainer(run, out, device="cpu", data_dir=cache, quiet=True).fit()
+    again = Trainer(run, out, device="cpu", data_dir=cache, quiet=True).fit()
+    assert again | {"seconds": 0} == first | {"seconds": 0}

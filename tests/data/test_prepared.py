@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import txl
+from txl.cli import main
 from txl.data import prepared
 from txl.data.lanes import LaneStream
 from txl.errors import UserError
@@ -115,3 +117,28 @@ def test_a_corpus_that_cannot_be_read_now_is_not_removed(number, story, tmp_path
             with pytest.raises(UserError, match=os.strerror(number)):
                 txl.open_corpus(str(story), "char", data_dir=tmp_path, quiet=True)
         assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.*")} == files
+
+
+def untimed(values: dict) -> dict:
+    return {name: value for name, value in values.items() if "second" not in name}
+
+
+def test_a_command_that_evaluates_never_reads_an_altered_corpus(trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")  # commands write their results into the run
+    data_dir = tmp_path / "data"
+    words = ["eval", str(run), "--data-dir", str(data_dir), "--device", "cpu", "--max-tokens", "200"]
+
+    def figures():
+        status = main([*words, "--json"])
+        said = capsys.readouterr()
+        assert status == 0, said.err
+        return json.loads(said.out, object_hook=untimed)
+
+    before = figures()
+    for path in data_dir.glob("*/*.tokens"):
+        flip(path)
+    assert figures() == before
+    for path in data_dir.glob("*/*.tokens"):
+        flip(path)
+    assert main(words) == 0
+    assert "altered since it was prepared; preparing" in capsys.readouterr().err

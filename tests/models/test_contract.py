@@ -232,3 +232,16 @@ def test_a_batch_of_the_wrong_size_is_refused(any_shapes):
         model.nll(tokens, targets, lively(dataclasses.replace(SMALL, n_layer=2)).init_state(B))
     with pytest.raises(UserError, match="tokens have 3 lanes, the state has 2"):
         model.nll(tokens, targets, model.init_state(2))
+
+
+def test_gradients_through_log_probs_are_those_of_nll(model):
+    tokens, targets = stream()
+    log_probs, _ = model.log_probs(tokens, model.init_state(B))
+    nll, _ = model.nll(tokens, targets, model.init_state(B))
+    pairs = zip(
+        torch.autograd.grad(-log_probs.gather(-1, targets[..., None]).sum(), list(model.parameters())),
+        torch.autograd.grad(nll.sum(), list(model.parameters())),
+        strict=True,
+    )
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)

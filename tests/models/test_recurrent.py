@@ -373,3 +373,9 @@ def test_scans_of_decays_of_zero_and_one_and_long_streams_stay_exact():
         torch.testing.assert_close(
             found.double(), one_by_one(*(each.double() for each in (decay, drive, initial))), rtol=0, atol=1e-5
         )
+
+
+def test_no_gradient_flows_into_the_segment_before():
+    model = built(LSTM)
+    _, state = model.nll(text(), text(), model.init_state(B))
+    assert not any(each.requires_grad for layer in state.layers for each in layer)

@@ -18,6 +18,7 @@ from tests.conftest import small_run
 import txl
 from txl.errors import UserError
 from txl.runs import checkpoints
+from txl.runs.directory import RunDirectory
 from txl.runs.status import run_status
 from txl.training.state import Counters
 from txl.training.trainer import Trainer
@@ -183,3 +184,25 @@ def test_a_training_state_of_another_shape_is_refused(name, shape, trained, stor
     write_manifest(folder / "manifest.json", manifest)
     with pytest.raises(UserError):
         Trainer(small_run(str(story)), out, data_dir=data_dir, quiet=True).fit()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_noticed_or_harmless(name, run_copy, story, data_dir):
+    """With any one of 24 bits of the file flipped, loading returns the trained weights or is refused."""
+    path = run_copy / name
+    original = path.read_bytes()
+    weights = {key: tensor.clone() for key, tensor in txl.load(run_copy)[0].state_dict().items()}
+    config = RunDirectory(run_copy).config()
+    step = max(1, len(original) * 8 // 24)
+    for bit in range(0, len(original) * 8, step):
+        flipped = bytearray(original)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        try:
+            model, _ = txl.load(run_copy)
+        except UserError:
+            continue
+        finally:
+            path.write_bytes(original)
+        assert name == "config.json" or RunDirectory(run_copy).config() == config
+        assert all(bool((tensor == weights[key]).all()) for key, tensor in model.state_dict().items()), bit

@@ -30,6 +30,7 @@ from txl.runs.checkpoints import (
     checkpoint_names,
     prune,
     remove_later,
+    remove_partial,
     write_checkpoint,
 )
 from txl.runs.directory import RunDirectory
@@ -346,3 +347,24 @@ def test_a_failed_start_leaves_the_directory_as_it_was(story, data_dir, tmp_path
     write(there / "checkpoints", 4)  # a run that has lost its config.json is not overwritten
     assert "not empty and not a run directory (it contains checkpoints)" in refused_training(there, story, data_dir)
     assert checkpoint_names(there / "checkpoints") == ["step-00000004"]
+
+
+def test_training_goes_on_from_the_newest_if_a_crash_came_before_it_was_named(tmp_path):
+    run = RunDirectory(tmp_path)
+    assert run.newest() is None
+    for step in (5, 10):
+        write(run.checkpoints, step)
+    newest = run.newest()
+    assert newest is not None
+    assert newest.name == "step-00000010"
+    run.set_pointer("latest", "step-00000005")
+    newest = run.newest()
+    assert newest is not None
+    assert newest.name == "step-00000010"
+
+
+def test_what_was_being_replaced_when_the_process_was_killed_takes_its_name_again(tmp_path):
+    content = {path.name: path.read_bytes() for path in write(tmp_path, 4).iterdir()}
+    (tmp_path / "step-00000004").rename(tmp_path / ".step-00000004.replaced.partial")
+    remove_partial(tmp_path)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "step-00000004").iterdir()} == content

@@ -399,3 +399,18 @@ def stopping_step(number: int) -> Callable[[], Callable[..., StepOutput]]:
         return step
 
     return make
+
+
+def test_a_recorded_run_goes_on_without_recording(story, data_dir, tmp_path, monkeypatch, recording, reading_later):
+    run = small_run(str(story), **{"train.capture": "true", "train.log_every": "6"})
+    train(run, tmp_path / "whole", data_dir)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "CapturedStep", stopping_step(9))
+        with pytest.raises(RunInterrupted):
+            train(run, tmp_path / "changed", data_dir)
+    assert recording
+    run.train.capture = False
+    train(run, tmp_path / "changed", data_dir)
+    # The rate of a recorded step is rounded to float32.
+    losses = [[each["loss"] for each in events(tmp_path / name, "train")] for name in ("changed", "whole")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

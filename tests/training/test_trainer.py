@@ -459,3 +459,15 @@ def test_a_device_that_cannot_be_used_is_refused(story, data_dir, tmp_path):
     assert Trainer(small_run(str(story)), tmp_path / "run", device="cpu:0", data_dir=data_dir).device == "cpu"
     with pytest.raises(UserError, match="device cuda:99: cannot be used here: "):
         Trainer(small_run(str(story)), tmp_path / "run", device="cuda:99", data_dir=data_dir)
+
+
+def test_a_changed_text_is_refused_on_continuing(story, data_dir, tmp_path, monkeypatch):
+    text = tmp_path / "text.txt"
+    text.write_bytes(story.read_bytes())
+    with monkeypatch.context() as patch:
+        stop_after(patch, 5)
+        with pytest.raises(RunInterrupted):
+            train(small_run(str(text)), tmp_path / "run", data_dir)
+    text.write_bytes(story.read_bytes().replace(b"river", b"brook"))
+    with pytest.raises(UserError, match="is not the text that .* was trained on"):
+        train(small_run(str(text)), tmp_path / "run", data_dir)
