@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+import math
 import random
 import re
 import zlib
@@ -362,3 +363,18 @@ def test_a_stream_is_read_and_written_block_by_block():
     file.seek(0)
     decompress(file, sink, name="FILE", load=lambda: model)  # pyright: ignore[reportArgumentType]
     assert sink.sizes == [100] * 30
+
+
+@pytest.mark.parametrize("kind", ["transformer-xl", "lstm"])
+def test_the_payload_is_as_long_as_the_log_probabilities_say(kind):
+    model = coding_model(kind)
+    ids, bits, state = [10], 0.0, model.model.init_state(1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for _ in range(1000):  # bytes drawn from the model: a block of unlikely bytes would be stored
+            log_probs, state = model.model.log_probs(torch.tensor([ids[-1:]]), state)
+            ids.append(int(torch.multinomial(log_probs[0, 0].exp(), 1, generator=generator)))
+            bits -= log_probs[0, 0, ids[-1]].item() / math.log(2)
+    text = bytes(ids[1:])
+    sizes = packed(text, model=model, lanes=1)[1]
+    assert bits - 8 < 8 * sizes.payload < bits * 1.0001 + 16

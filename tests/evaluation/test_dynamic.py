@@ -410,3 +410,16 @@ def test_statistics_that_are_missing_or_of_other_weights():
         txl.gradient_statistics(model, [1, 2, 99], segment=2)
     with pytest.raises(txl.UserError, match="hold id 99"):
         txl.evaluate_dynamically(model, [1, 2, 99], txl.Adaptation("sgd", 0.1))
+
+
+def test_an_interruption_leaves_the_model_as_it_was():
+    model = small()
+    before = copy.deepcopy(model.state_dict())
+
+    def interrupt(done: int, total: int) -> None:
+        if done > 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        txl.evaluate_dynamically(model, STREAM, txl.Adaptation("sgd", 0.5), segment=SEGMENT, progress=interrupt)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

@@ -245,3 +245,11 @@ def test_gradients_through_log_probs_are_those_of_nll(model):
     )
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+def test_an_old_state_stays_valid_after_a_step(model):
+    tokens, targets = stream()
+    _, state = model.nll(tokens[:, :9], targets[:, :9], model.init_state(B))
+    first, _ = model.nll(tokens[:, 9:], targets[:, 9:], state)
+    again, _ = model.nll(tokens[:, 9:], targets[:, 9:], state)
+    assert torch.equal(first, again)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tests.conftest import small_run
 from torch import Tensor
 
+import txl
 from txl.config import TransformerXLConfig, validate
 from txl.errors import UserError
 from txl.models import build_model
@@ -159,3 +160,10 @@ def test_vectors_that_training_would_never_meet_are_refused():
             validate(small_run("x", **settings, **extra))
     with pytest.raises(UserError, match=r"max_distance is -1"):
         build_model(dataclasses.replace(SHAW, max_distance=-1), V)
+
+
+def test_evaluation_with_longer_memory_than_trained_and_without_any():
+    model = model_of(mem_len=0)
+    tokens = torch.randint(V, (200,))
+    for mem_len in (0, 40):
+        assert math.isfinite(txl.evaluate(model, tokens, segment=8, mem_len=mem_len, batch_size=2).nll)

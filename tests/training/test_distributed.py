@@ -320,3 +320,12 @@ def _process_of_rank(rank: int, out: Path) -> int:
         if f"RANK={rank}" in environment and "WORLD_SIZE=2" in environment:
             return int(each)
     raise AssertionError(f"no process of rank {rank} among {found}")
+
+
+@pytest.mark.parametrize("options", [{"train.micro_batches": "2"}, {"train.parallel": "fsdp"}], ids=["ddp", "fsdp"])
+def test_gradients_flow_into_memory_in_two_processes_too(options, story, data_dir, tmp_path):
+    steps = EXACT | {"train.steps": "4", "train.eval_every": "2", "train.backprop_segments": "2"}
+    Trainer(small_run(str(story), **steps), tmp_path / "one", data_dir=data_dir, quiet=True).fit()
+    done = launch(tmp_path / "two", story, data_dir, 2, steps | options)
+    assert done.returncode == 0, done.stderr
+    assert_same_numbers(tmp_path / "two", tmp_path / "one", 1e-9)

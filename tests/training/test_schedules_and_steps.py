@@ -339,3 +339,44 @@ def test_clipping_limits_the_gradient_but_reports_its_norm():
     moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)]).norm()
     assert result.grad_norm > 0.1
     assert moved == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_muon_orthogonalises_float64_weights_in_float64(on_gpu, monkeypatch):
+    monkeypatch.setattr(optimisers, "multiplies_bfloat16", lambda device: True)
+    model = model_for_muon("relative").double()
+    optimizer = build_optimizer(model, TrainConfig(optimizer="muon", learning_rate=0.01))
+    name = next(name for name, stacked in model.layer_matrices().items() if stacked == (1, 1))
+    matrix = model.get_parameter(name)
+    before, matrix.grad = matrix.detach().clone(), torch.randn(matrix.shape, dtype=torch.float64)
+    optimizer.skips_on_device = on_gpu
+    optimizer.step(torch.tensor(False))
+    wide = matrix.grad if matrix.shape[0] <= matrix.shape[1] else matrix.grad.T
+    # The first Nesterov momentum is a multiple of the gradient.
+    move = optimisers.orthogonalised(wide[None])[0]
+    move = move if wide is matrix.grad else move.T
+    wanted = 0.01 * 0.2 * max(matrix.shape) ** 0.5 * move
+    torch.testing.assert_close(before - matrix.detach(), wanted, rtol=1e-5, atol=1e-9)
+
+
+def test_an_update_that_is_not_finite_is_not_made():
+    model = small_model()
+    model.softmax.bias.data[3] = math.nan
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = build_optimizer(model, TrainConfig())
+    tokens = torch.randint(11, (2, 6))
+    result = training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
+    assert not result.result().updated
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items() if k != "softmax.bias")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimiser_s_state_of_another_model_is_refused():
+    model = small_model()
+    optimizer = build_optimizer(model, TrainConfig())
+    tokens = torch.randint(11, (2, 6))
+    training_step(model, optimizer, StepInputs(tokens, tokens, [model.init_state(2)]), TrainConfig())
+    saved = optimizer_tensors(optimizer, model)
+    for changed in ({"foreign/exp_avg": torch.zeros(1)}, {"softmax.bias/exp_avg": torch.zeros(3)}):
+        with pytest.raises(UserError, match="belongs to another model"):
+            load_optimizer_tensors(optimizer, model, saved | changed)
