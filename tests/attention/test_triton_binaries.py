@@ -24,8 +24,7 @@ from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 from txl.attention import triton_kernels
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
-OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "grad_query", "grad_key", "grad_value")
-FLOATS = ("lse", "delta", "grad_biases", "grad_position")
+OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "applied", "by_key", "by_distance")
 MOST_STACK = {torch.bfloat16: 560, torch.float32: 1792}
 """Largest stack size in bytes per thread, for spilled registers; measured when the tilings were chosen."""
 
@@ -42,16 +41,16 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
     tiles = tiles_of(kernel, d_head, dtype, tf32, capability)
     constants = {
         "THRESHOLD": 2**29,
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": "tf32" if tf32 else "tf32x3",
         "WIDTH": padded_width(d_head),
         "BLOCK": tiles.block,
     }
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     types |= {"scale": "fp32", "factor": "fp32", "oldest_of": "*i32", "seed_at": "*i64"}
-    types |= dict.fromkeys(OPERANDS, "*bf16" if dtype == torch.bfloat16 else "*fp32") | dict.fromkeys(FLOATS, "*fp32")
+    types |= dict.fromkeys(OPERANDS, "*bf16" if dtype == torch.bfloat16 else "*fp32") | {"lse": "*fp32"}
     signature = {name: types[name] for name in function.arg_names}
     # As at a launch: addresses, and the strides and widths of operands, are multiples of 16.
-    plain = ("n_head", *triton_kernels.SIZES, *(["d_head"] if d_head % 16 else []))
+    plain = triton_kernels.SIZES
     aligned = [name for name, kind in signature.items() if kind[0] == "*" or (kind == "i32" and name not in plain)]
     attributes = {(function.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature, constants, attributes)

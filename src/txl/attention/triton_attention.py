@@ -1,8 +1,9 @@
-"""Relative attention in Triton kernels for NVIDIA GPUs, forward and backward, without a matrix of all scores.
+"""Relative attention in Triton kernels for NVIDIA GPUs, forward and backward.
 
-For the backward pass the operands, the output and one number per query are kept; dropout as in `native/attention.py`,
-with a seed that stays on the device. Results are the same to the last bit in every run: there are no atomics, and the
-groups in which lanes are summed depend only on the shape.
+The forward pass stores no matrix of scores. For the backward pass the operands, the output and one number per query are
+kept; one kernel then writes the weights and the gradient of the scores, and batched matrix products give all gradients.
+Dropout as in `native/attention.py`, with a seed that stays on the device. Results are the same to the last bit in every
+run: there are no atomics, and the groups in which lanes are summed depend only on the shape.
 
 Shapes: B lanes, T queries, S keys of which the last T are the queries' own, H heads, D width of a head.
 """
@@ -11,21 +12,20 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from txl.attention.equations import AttentionRefused, KeyScope, Operands
 from txl.attention.shifted import shifted_attention
 
-# Smallest number of programs for the gradient of positions, if there are enough lanes. With 2,048 the kernel takes 0.85
-# of the time that it takes with 512 (enwik8-12L on an H200).
-_POSITION_PROGRAMS = 2048
+# Bytes of weights and gradients of scores that a backward pass stores at once: with more it goes by groups of lanes.
+GROUP_BYTES = 640 * 2**20
 
 
 class Tiling(NamedTuple):
@@ -43,12 +43,12 @@ class Tiling(NamedTuple):
 
 
 # Names in `triton_kernels`.
-KERNELS = ("forward_kernel", "query_gradient_kernel", "key_gradient_kernel", "position_gradient_kernel")
-# Tilings of the four kernels on Hopper GPUs in bfloat16, by padded head width: the fastest of several that were timed
-# on an H200. Its matrix units read tiles of 64 rows from shared memory; on older GPUs they exceed the registers.
+KERNELS = ("forward_kernel", "score_gradient_kernel")
+# Tilings of the kernels on Hopper GPUs in bfloat16, by padded head width. Its matrix units read tiles of 64 rows from
+# shared memory; on older GPUs they exceed the registers.
 _HOPPER = {
-    64: (Tiling(64, 4, 3, 114688), Tiling(32, 4, 3, 49152), Tiling(64, 4, 2, 115200), Tiling(64, 4, 2, 115200)),
-    128: (Tiling(64, 4, 3, 212992), Tiling(32, 4, 3, 94208), Tiling(32, 4, 3, 102912), Tiling(32, 4, 3, 102912)),
+    64: (Tiling(64, 4, 3, 114688), Tiling(64, 4, 2, 114688)),
+    128: (Tiling(64, 4, 3, 212992), Tiling(64, 4, 2, 212992)),
 }
 
 
@@ -138,18 +138,179 @@ def kernel_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) 
     return _attend(list(operands), oldest, seed, window, dropout)[0]
 
 
+class AttentionCall(NamedTuple):
+    """What the kernels of a call share besides tensors."""
+
+    d_head: int  # D, the true width, of the scale 1/sqrt(D); operands have D' >= D columns, with zeros after D
+    window: int  # number of keys that a query sees; S: no limit
+    oldest: Int32[Tensor, " B"] | None  # first filled key of each lane; None: 0
+    seed: Int64[Tensor, " 1"] | None  # on the device; None: no dropout
+    dropout: float
+
+    def launch(self, name: str, grid: tuple[int, int, int], tensors: dict[str, Tensor], **sizes: int) -> None:
+        """Run a kernel with a block of queries in each program; `grid` has queries instead of blocks.
+
+        `AttentionRefused` if the device has too few resources, and then nothing is launched.
+        """
+        from txl.attention import triton_kernels
+
+        query, key, value, position = (tensors[name] for name in ("query_u", "key", "value", "position"))
+        n_query, _, n_head, width = query.shape
+        tf32 = _tf32()
+        capability = torch.cuda.get_device_capability(query.device) if query.is_cuda else (9, 0)
+        tiles = tilings(width, query.dtype, tf32, capability)
+        assert tiles is not None, "why_not_triton was not asked"
+        tile, n_row, *programs = tiles[name], *grid
+        strides = {
+            **dict(zip(("query_row", "query_lane", "query_head"), query.stride(), strict=False)),
+            **dict(zip(("key_row", "key_lane", "key_head"), key.stride(), strict=False)),
+            **dict(zip(("value_row", "value_lane", "value_head"), value.stride(), strict=False)),
+            **dict(zip(("position_row", "position_head"), position.stride(), strict=False)),
+        }
+        try:
+            getattr(triton_kernels, name)[math.ceil(n_row / tile.block), *programs](
+                **tensors,
+                **strides,
+                **sizes,
+                oldest_of=self.oldest,
+                seed_at=self.seed,
+                n_head=n_head,
+                n_query=n_query,
+                n_key=key.shape[0],
+                width=width,
+                window=self.window,
+                scale=1 / math.sqrt(self.d_head),
+                factor=1 / (1 - self.dropout),
+                THRESHOLD=round(self.dropout * 2**32),
+                PRECISION="tf32" if tf32 else "tf32x3",
+                WIDTH=padded_width(width),
+                BLOCK=tile.block,
+                **tile.options,
+            )
+        except triton_kernels.triton.runtime.errors.OutOfResources as error:
+            raise AttentionRefused("triton", f"does not fit on {query.device} ({error})") from None
+
+
+def attend(
+    query_u: Float[Tensor, "T B H D"],
+    query_v: Float[Tensor, "T B H D"],
+    key: Float[Tensor, "S B H D"],
+    value: Float[Tensor, "S B H D"],
+    position: Float[Tensor, "S H D"],
+    call: AttentionCall,
+) -> tuple[Float[Tensor, "T B H D"], Float[Tensor, "B H T"]]:
+    """Return outputs, and log-sum-exps to base 2 in float32; capturable in a CUDA graph.
+
+    Args:
+        query_u, query_v: q + u and q + v, contiguous; here and in all operands, D is a multiple of 16.
+        key, value: any strides, but 1 in the last dimension.
+        position: W_kR R, farthest distance first, with strides as for keys.
+        call: what the operands mean.
+    """
+    n_query, n_lane, n_head, _ = query_u.shape
+    out = torch.empty_like(query_u)
+    lse = query_u.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
+    tensors = {"query_u": query_u, "query_v": query_v, "key": key, "value": value, "position": position}
+    call.launch("forward_kernel", (n_query, n_head, n_lane), {**tensors, "out": out, "lse": lse})
+    return out, lse
+
+
+def attend_backward(
+    above: Float[Tensor, "T B H D"],
+    out: Float[Tensor, "T B H D"],
+    lse: Float[Tensor, "B H T"],
+    query_u: Float[Tensor, "T B H D"],
+    query_v: Float[Tensor, "T B H D"],
+    key: Float[Tensor, "S B H D"],
+    value: Float[Tensor, "S B H D"],
+    position: Float[Tensor, "S H D"],
+    call: AttentionCall,
+    grad_key: Float[Tensor, "S B H D"],
+    grad_value: Float[Tensor, "S B H D"],
+    grad_position: Float[Tensor, "S H D"],
+) -> tuple[Float[Tensor, "T B H D"], Float[Tensor, "T B H D"]]:
+    """Return the gradients of q + u and q + v; those of keys, values and positions are written. As capturable.
+
+    Args:
+        above: gradient of `out`, contiguous.
+        out, lse: results of `attend` for the same operands and call.
+        query_u, query_v, position: as for `attend`.
+        key, value: as for `attend`, and lanes and heads together have one stride: stride(1) = H stride(2).
+        call: as for `attend`.
+        grad_key, grad_value: written; strides of their own, as for keys.
+        grad_position: written; any strides, but 1 in the last dimension.
+    """
+    n_query, n_lane, n_head, _ = query_u.shape
+    n_key = key.shape[0]
+    pitch = -(-n_key // 16) * 16
+    n, h = _group(n_lane, n_head, 3 * n_query * pitch * query_u.element_size())
+    grad_query_u, grad_query_v = torch.empty_like(query_u), torch.empty_like(query_v)
+    buffers = query_u.new_empty(3, n * h * n_query * pitch)
+    tensors = {"query_u": query_u, "query_v": query_v, "key": key, "value": value, "position": position}
+    tensors |= {"out": out, "lse": lse, "above": above}
+    sums = None if n == n_lane else torch.zeros_like(grad_position, dtype=torch.float32)
+    for lanes, heads in itertools.product(_slices(n_lane, n), _slices(n_head, h)):
+        n, h = lanes.stop - lanes.start, heads.stop - heads.start
+        parts = [buffer[: n * h * n_query * pitch] for buffer in buffers]
+        stored = dict(zip(("applied", "by_key", "by_distance"), parts, strict=True))
+        first = {"first_lane": lanes.start, "first_head": heads.start}
+        call.launch("score_gradient_kernel", (n_query, h, n), {**tensors, **stored}, pitch=pitch, **first)
+
+        applied, by_key = (part.view(n * h, n_query, pitch)[..., :n_key] for part in parts[:2])
+        torch.bmm(applied.mT, _of_each(above, lanes, heads), out=_of_each(grad_value, lanes, heads))
+        torch.bmm(by_key.mT, _of_each(query_u, lanes, heads), out=_of_each(grad_key, lanes, heads))
+        torch.bmm(by_key, _of_each(key, lanes, heads), out=_of_each(grad_query_u, lanes, heads))
+
+        # By distance all lanes are one matrix, but those of a group lie apart in the queries.
+        by_distance = parts[2].view(h, n_query, n, pitch)[..., :n_key]
+        for lane in _slices(n, n if n == n_lane else 1):
+            matrices = by_distance[:, :, lane].flatten(1, 2)
+            lane = slice(lanes.start + lane.start, lanes.start + lane.stop)
+            rows = _of_heads(query_v, lane, heads)
+            torch.bmm(matrices, position[:, heads].transpose(0, 1), out=_of_heads(grad_query_v, lane, heads))
+            if sums is None:
+                torch.bmm(matrices.mT, rows, out=grad_position[:, heads].transpose(0, 1))
+            else:
+                sums[:, heads] += torch.bmm(matrices.mT, rows).transpose(0, 1)
+    if sums is not None:
+        grad_position.copy_(sums)
+    return grad_query_u, grad_query_v
+
+
+def _group(n_lane: int, n_head: int, size: int) -> tuple[int, int]:
+    """Return how many lanes and heads a launch computes: with `size` bytes for each lane and head, in `GROUP_BYTES`."""
+    fitting = GROUP_BYTES // size
+    if fitting >= n_head:
+        return math.ceil(n_lane / math.ceil(n_lane / (fitting // n_head))), n_head
+    return 1, math.ceil(n_head / math.ceil(n_head / max(1, fitting)))
+
+
+def _slices(number: int, step: int) -> list[slice]:
+    return [slice(first, min(first + step, number)) for first in range(0, number, step)]
+
+
+def _of_each(rows: Float[Tensor, "N B H D"], lanes: slice, heads: slice) -> Float[Tensor, "BH N D"]:
+    """Return a view of one matrix for each lane and head: all heads, or one lane."""
+    part = rows[:, lanes, heads]
+    return part.view(len(part), -1, part.shape[-1]).transpose(0, 1)
+
+
+def _of_heads(rows: Float[Tensor, "T B H D"], lanes: slice, heads: slice) -> Float[Tensor, "H TB D"]:
+    """Return a view of one matrix for each head: of all lanes, or one lane."""
+    part = rows[:, lanes, heads]
+    return part.view(-1, *part.shape[2:]).transpose(0, 1)
+
+
 @torch.library.custom_op("txl::relative_attention", mutates_args=())
 def _attend(
     operands: Sequence[Tensor], oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B,T,H,D], and log-sum-exps to base 2, float32 [B,H,T]."""
-    query, call = operands[0], _Call(Operands(*operands), oldest, seed, window, dropout)
-    n_lane, n_query, n_head, _ = query.shape
-    out = query.new_empty(query.shape)
-    lse = query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
-    blocks = call.blocks("forward_kernel", n_query)
-    call.launch("forward_kernel", (blocks, n_head, n_lane), out=out, lse=lse)
-    return out, lse
+    query, key, value, position, u, v = operands
+    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout)
+    key, value = (padded(rows.transpose(0, 1)) for rows in (key, value))
+    out, lse = attend(_summed(query, u), _summed(query, v), key, value, padded(position), call)
+    return out[..., : call.d_head].transpose(0, 1), lse
 
 
 @torch.library.custom_op("txl::relative_attention_backward", mutates_args=())
@@ -165,110 +326,62 @@ def _attend_backward(
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, position, u and v."""
     query, key, value, position, u, v = operands
-    call = _Call(Operands(*operands), oldest, seed, window, dropout)
+    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout)
+    above, out, key, value = (padded(rows.transpose(0, 1), dense=True) for rows in (above, out, key, value))
+    position = padded(position)
+    written = torch.empty_like(key), torch.empty_like(value), torch.empty_like(position)
+    rows = _summed(query, u), _summed(query, v), key, value, position
+    by_content, by_position = attend_backward(above, out, lse, *rows, call, *written)
+    grads = [(by_content + by_position).transpose(0, 1), *(grad.transpose(0, 1) for grad in written[:2]), written[2]]
+    biases = [grad.sum((0, 1), dtype=torch.float32) for grad in (by_content, by_position)]
+    return [
+        *(grad[..., : call.d_head] for grad in grads),
+        *(grad[:, : call.d_head].to(bias.dtype).contiguous() for grad, bias in zip(biases, (u, v), strict=True)),
+    ]
+
+
+def _summed(query: Float[Tensor, "B T H D"], bias: Float[Tensor, "H D"]) -> Float[Tensor, "T B H multiple"]:
+    """Return q + u or q + v as `attend` requires it."""
     n_lane, n_query, n_head, d_head = query.shape
-    n_key = key.shape[1]
-    above = padded(above)
-    strides = {f"above_{name}": stride for name, stride in zip(("lane", "row", "head"), above.stride(), strict=False)}
-    rows = {"above": above, "lse": lse, "delta": torch.empty_like(lse), **strides}
-
-    name = "query_gradient_kernel"  # the other kernels need the `delta` that it computes
-    grad_query = query.new_empty(query.shape)
-    grad_biases = query.new_empty(2, n_lane, call.blocks(name, n_query), n_head, d_head, dtype=torch.float32)
-    grid = (call.blocks(name, n_query), n_head, n_lane)
-    call.launch(name, grid, **rows, out=out, grad_query=grad_query, grad_biases=grad_biases)
-
-    name = "key_gradient_kernel"
-    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    grid = (call.blocks(name, n_key), n_head, n_lane)
-    call.launch(name, grid, **rows, grad_key=grad_key, grad_value=grad_value)
-
-    name = "position_gradient_kernel"
-    block, n_query_block, n_key_block = call.tiles[name].block, call.blocks(name, n_query), call.blocks(name, n_key)
-    # Number of diagonals of tiles, from the lower left tile to the last one with a visible key.
-    n_diagonal = n_query_block + min(n_key_block - 1, math.ceil((n_key - n_query) / block))
-    n_group = min(n_lane, math.ceil(_POSITION_PROGRAMS / (n_head * n_diagonal)))
-    # The lanes of a group are summed in the kernel, the groups here: no atomics, so the same bits in every run.
-    sums = position.new_zeros(n_group, 2, (n_diagonal + 1) * block, n_head, d_head, dtype=torch.float32)
-    grid = (n_diagonal, n_head, n_group)
-    call.launch(name, grid, **rows, grad_position=sums, n_lane=n_lane, n_group=n_group)
-    first = n_query_block * block - n_query
-    grad_position = sums.sum(dim=(0, 1)).narrow(0, first, n_key).to(position.dtype)
-    grad_u, grad_v = (grad.sum(dim=(0, 1)) for grad in grad_biases)
-    return [grad_query, grad_key, grad_value, grad_position, grad_u.to(u.dtype), grad_v.to(v.dtype)]
+    rows = query.new_empty(n_query, n_lane, n_head, d_head + -d_head % 16)
+    torch.add(query.transpose(0, 1), bias, out=rows[..., :d_head])
+    rows[..., d_head:] = 0
+    return rows
 
 
-class _Call:
-    """Arguments shared by all kernels of a call."""
+def padded(rows: Float[Tensor, "*rows width"], dense: bool = False) -> Float[Tensor, "*rows multiple"]:
+    """Return rows with stride 1 in the last dimension, padded with zeros to the next multiple of 16.
 
-    def __init__(self, operands: Operands, oldest: Tensor | None, seed: Tensor | None, window: int, dropout: float):
-        query = operands.query
-        _, n_query, n_head, d_head = query.shape
-        self.device = query.device
-        capability = torch.cuda.get_device_capability(self.device) if query.is_cuda else (9, 0)
-        tf32 = _tf32()
-        tiles = tilings(d_head, query.dtype, tf32, capability)
-        assert tiles is not None, "why_not_triton was not asked"
-        self.tiles = tiles
-        key, value, position = (padded(rows) for rows in (operands.key, operands.value, operands.position))
-        self.arguments: dict[str, Any] = {
-            # Added here, not in the kernels, whose matrix units then read them without passing registers.
-            "query_u": padded(torch.add(query, operands.u, out=query.new_empty(query.shape))).contiguous(),
-            "query_v": padded(torch.add(query, operands.v, out=query.new_empty(query.shape))).contiguous(),
-            "key": key,
-            "value": value,
-            "position": position,
-            "oldest_of": oldest,
-            "seed_at": seed,
-            **dict(zip(("key_lane", "key_row", "key_head"), key.stride(), strict=False)),
-            **dict(zip(("value_lane", "value_row", "value_head"), value.stride(), strict=False)),
-            **dict(zip(("position_row", "position_head"), position.stride(), strict=False)),
-            "n_head": n_head,
-            "n_query": n_query,
-            "n_key": key.shape[1],
-            "d_head": d_head,
-            "d_operand": key.shape[-1],
-            "window": window,
-            "scale": 1 / math.sqrt(d_head),
-            "factor": 1 / (1 - dropout),
-            "THRESHOLD": round(dropout * 2**32),
-            "PRECISION": "tf32" if tf32 else "ieee",
-            "WIDTH": padded_width(d_head),
-        }
-
-    def blocks(self, name: str, n_row: int) -> int:
-        """Return the number of blocks into which a kernel divides queries or keys."""
-        return math.ceil(n_row / self.tiles[name].block)
-
-    def launch(self, name: str, grid: tuple[int, int, int], **more: Any) -> None:
-        """Run a kernel; `AttentionRefused` if the device has too few resources, and then nothing is launched."""
-        from txl.attention import triton_kernels
-
-        kernel, tiles = getattr(triton_kernels, name), self.tiles[name]
-        try:
-            kernel[grid](**self.arguments, **more, BLOCK=tiles.block, **tiles.options)
-        except triton_kernels.triton.runtime.errors.OutOfResources as error:
-            raise AttentionRefused("triton", f"does not fit on {self.device} ({error})") from None
-
-
-def padded(rows: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows multiple"]:
-    """Return rows with stride 1 in the last dimension, padded with zeros to the next multiple of 16."""
+    Args:
+        rows: not copied if they are so already.
+        dense: whether the result must be contiguous.
+    """
     missing = -rows.shape[-1] % 16
-    if missing:
-        return F.pad(rows, (0, missing))
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    if missing == 0 and (rows.is_contiguous() if dense else rows.stride(-1) == 1):
+        return rows
+    result = rows.new_empty(*rows.shape[:-1], rows.shape[-1] + missing)
+    result[..., : rows.shape[-1]] = rows
+    result[..., rows.shape[-1] :] = 0
+    return result
 
 
 @_attend.register_fake
 def _(operands: Sequence[Tensor], *others: Any) -> tuple[Tensor, Tensor]:
-    query = operands[0]
-    n_lane, n_query, n_head, _ = query.shape
-    return query.new_empty(query.shape), query.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
+    n_lane, n_query, n_head, _ = operands[0].shape
+    return _fake(operands[0]), operands[0].new_empty(n_lane, n_head, n_query, dtype=torch.float32)
 
 
 @_attend_backward.register_fake
 def _(above: Tensor, out: Tensor, lse: Tensor, operands: Sequence[Tensor], *others: Any) -> list[Tensor]:
-    return [operand.new_empty(operand.shape) for operand in operands]
+    query, key, value, position, u, v = operands
+    return [*map(_fake, (query, key, value, position)), u.new_empty(u.shape), v.new_empty(v.shape)]
+
+
+def _fake(rows: Tensor) -> Tensor:
+    """Return a tensor with the strides of results for rows [B,N,H,D] or [N,H,D]: time-major, with padding."""
+    *lane, n_row, n_head, d_head = rows.shape
+    fake = rows.new_empty(n_row, *lane, n_head, d_head + -d_head % 16)[..., :d_head]
+    return fake.transpose(0, 1) if lane else fake
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
