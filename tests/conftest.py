@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 # Parallel test processes with several threads each would spend more time waiting for one another than computing. This
@@ -10,9 +11,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
+import torch
 
 from tests import shapes
 
@@ -45,6 +49,34 @@ def shapes_checked_anew():
 def any_shapes(monkeypatch):
     """Disable shape checks, so that tensors of wrong shapes reach the code."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def right_bfloat16(monkeypatch):
+    """Correct Triton's interpreter, which multiplies bfloat16 bits as integers and truncates where GPUs round."""
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
+
+    builder = interpreter.InterpreterBuilder
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def rounding(self: Any, source: Any, dtype: Any) -> Any:
+        if dtype.scalar != tl.bfloat16 or source.dtype.scalar != tl.float32:
+            return cast(self, source, dtype)
+        rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
+
+    def product(self: Any, left: Any, right: Any, *others: Any) -> Any:
+        left, right = (
+            cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (left, right)
+        )
+        return dot(self, left, right, *others)
+
+    for name in ("cast_impl", "create_fp_trunc"):
+        monkeypatch.setattr(builder, name, rounding)
+    monkeypatch.setattr(builder, "create_dot", product)
 
 
 @pytest.fixture(scope="session", name="test_data")

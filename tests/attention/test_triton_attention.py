@@ -12,7 +12,6 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from tests.attention.test_backends import PLAIN
@@ -56,35 +55,8 @@ LARGE = {
     "wt103-base": (3, 150, 150, 10, 41, 151, (150, 0, 77)),
     "wide and long": (1, 300, 1000, 4, 128, 1001, None),
 }
+pytestmark = pytest.mark.usefixtures("right_bfloat16")
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def right_bfloat16(monkeypatch):
-    """Correct Triton's interpreter, which multiplies bfloat16 bits as integers and truncates where GPUs round."""
-    if not INTERPRETED:
-        return
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-    from triton.runtime import interpreter  # pyright: ignore[reportMissingImports]
-
-    builder = interpreter.InterpreterBuilder
-    cast, dot = builder.cast_impl, builder.create_dot
-
-    def rounding(self: Any, source: Any, dtype: Any) -> Any:
-        if dtype.scalar != tl.bfloat16 or source.dtype.scalar != tl.float32:
-            return cast(self, source, dtype)
-        rounded = torch.tensor(source.data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        return interpreter.TensorHandle(rounded, tl.bfloat16)
-
-    def product(self: Any, left: Any, right: Any, *others: Any) -> Any:
-        left, right = (
-            cast(self, each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (left, right)
-        )
-        return dot(self, left, right, *others)
-
-    for name in ("cast_impl", "create_fp_trunc"):
-        monkeypatch.setattr(builder, name, rounding)
-    monkeypatch.setattr(builder, "create_dot", product)
 
 
 def on(device: str, numbers: list[Tensor]) -> list[Tensor]:

@@ -1,0 +1,275 @@
+"""The elementwise work and the LayerNorms of a Transformer-XL layer on a GPU, forward and backward, one kernel each.
+
+Plain functions of tensors, without autograd, for a hand-written backward pass. Kernels are those of `fused_kernels.py`;
+on a CPU they run in Triton's interpreter.
+
+Rows are time-major: N = T B rows, row n belongs to lane n % B. Their widths are padded: columns after the true widths E
+and I, and those after the true width D of each of the H heads, are zeros in all results. Tensors are dense unless
+something else is said. The dtype of the matrix products, float32 or lower, is called `low`.
+
+Shapes: B lanes, T tokens of a segment, N rows, S keys, E d_model, I d_inner, H heads, D width of a head; W a padded
+width, A = H W the padded width of all heads; P programs (`n_program`).
+"""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+# Four programs for each of the 132 multiprocessors of an H100 or H200: as many as these run at a time.
+MOST_PROGRAMS = 528
+_ROWS = 4  # of a tile
+_COLUMNS = 256  # of a tile, in kernels that need no whole rows
+
+
+class Counted(NamedTuple):
+    """Ordinary dropout whose mask is not kept: the backward pass counts the same numbers again."""
+
+    seed: Int64[Tensor, " 1"]
+    """The generator's key, on the device; one for all dropouts of a step."""
+    site: int
+    """Number of this dropout in the step; others have other masks."""
+    p: float
+
+
+# Locked dropout is a mask [B,>=width] with one row per lane, scaled by 1/(1-p), stride 1 in the last dimension.
+Dropped = Tensor | Counted | None
+
+
+class Normed(NamedTuple):
+    """Output of a sub-layer, and what its backward pass reads: the last three."""
+
+    hidden: Float[Tensor, "N W"]
+    """LayerNorm's output in float32."""
+    low: Float[Tensor, "N W"]
+    """The same in the dtype of products."""
+    sum: Float[Tensor, "N W"]
+    """LayerNorm's input z in float32."""
+    mean: Float[Tensor, " N"]
+    rstd: Float[Tensor, " N"]
+
+
+class QueryMasks(NamedTuple):
+    """Masks of locked dropout, scaled by 1/(1-p), dense."""
+
+    query: Float[Tensor, "B A"]
+    key: Float[Tensor, "B A"]
+    position: Float[Tensor, " A"]
+    value: Float[Tensor, "B A"]
+
+
+def n_program(n_row: int) -> int:
+    """Return the number P of programs that compute sums over rows, for N rows."""
+    return min(MOST_PROGRAMS, math.ceil(n_row / _ROWS))
+
+
+def residual_norm(
+    residual: Float[Tensor, "N W"],
+    update: Float[Tensor, "N W"],
+    bias: Float[Tensor, " E"] | None,
+    dropout: Dropped,
+    gamma: Float[Tensor, " E"],
+    beta: Float[Tensor, " E"],
+    eps: float,
+    d_model: int,
+    out_low: Float[Tensor, "N W"] | None = None,
+) -> Normed:
+    """Return LN(residual + drop(update + bias)) gamma + beta, normalised over the first `d_model` columns.
+
+    Args:
+        residual: in float32.
+        update: in the dtype of products.
+        bias, gamma, beta: in float32.
+        out_low: where to write `Normed.low`; None: a new tensor.
+    """
+    n_row, width = residual.shape
+    _check(residual, update, out_low, bias, gamma, beta)
+    hidden, total = torch.empty_like(residual), torch.empty_like(residual)
+    low = torch.empty_like(update) if out_low is None else out_low
+    mean, rstd = residual.new_empty(n_row), residual.new_empty(n_row)
+    _kernels().residual_norm_kernel[(n_program(n_row),)](
+        residual=residual, update=update, bias=bias, gamma=gamma, beta=beta, hidden=hidden, low=low, total=total,
+        mean=mean, rstd=rstd, n_row=n_row, eps=eps, **_of_dropout(dropout, n_row, width), **_whole_rows(d_model, width),
+    )  # fmt: skip
+    return Normed(hidden, low, total, mean, rstd)
+
+
+def residual_norm_backward(
+    grad_hidden: Float[Tensor, "N W"] | None,
+    grad_low: Float[Tensor, "N W"] | None,
+    saved: tuple[Any, ...],
+    gamma: Float[Tensor, " E"],
+    dropout: Dropped,
+    partial: Float[Tensor, "P 3 W"],
+    dtype: torch.dtype | None = None,
+) -> tuple[Float[Tensor, "N W"], Float[Tensor, "N W"]]:
+    """Return the gradients of residual, in float32, and of update, in the dtype of products.
+
+    Args:
+        grad_hidden, grad_low: gradients of the two copies of the output; None: zero.
+        saved: z, mean and rstd, or the `Normed` that ends with them.
+        dropout: as given to `residual_norm`.
+        partial: output in float32, any strides but 1 in the last dimension: sums over the rows of each program of the
+            gradients of gamma, beta and bias.
+        dtype: that of update, if there is no `grad_low`.
+    """
+    total, mean, rstd = saved[-3:]
+    n_row, width = total.shape
+    _check(total, grad_hidden, grad_low, mean, rstd, gamma)
+    grad_residual = torch.empty_like(total)
+    dtype = dtype if grad_low is None else grad_low.dtype
+    assert dtype is not None, "without grad_low, the dtype of the gradient of update must be given"
+    grad_update = torch.empty_like(total, dtype=dtype)
+    assert partial.shape == (n_program(n_row), 3, width)
+    _kernels().residual_norm_backward_kernel[(n_program(n_row),)](
+        grad_hidden=grad_hidden, grad_low=grad_low, total=total, mean=mean, rstd=rstd, gamma=gamma,
+        grad_residual=grad_residual, grad_update=grad_update, **_of_partial(partial), n_row=n_row,
+        **_of_dropout(dropout, n_row, width), **_whole_rows(len(gamma), width),
+    )  # fmt: skip
+    return grad_residual, grad_update
+
+
+def relu_bias(inner: Float[Tensor, "N W"], bias: Float[Tensor, " I"], dropout: Dropped) -> Float[Tensor, "N W"]:
+    """Return drop(relu(inner + bias)), which replaces `inner` (dtype of products; bias in float32)."""
+    n_row, width = inner.shape
+    _check(inner, bias)
+    _kernels().relu_bias_kernel[_grid(n_row, width)](
+        inner=inner, bias=bias, n_row=n_row, D_INNER=len(bias), WIDTH=width,
+        **_of_dropout(dropout, n_row, width), **_tiles(),
+    )  # fmt: skip
+    return inner
+
+
+def relu_bias_backward(
+    grad: Float[Tensor, "N W"], kept: Float[Tensor, "N W"], factor: float, partial: Float[Tensor, "P W"]
+) -> Float[Tensor, "N W"]:
+    """Return the gradient of `inner`, which replaces `grad`.
+
+    Args:
+        grad: gradient of the result of `relu_bias`.
+        kept: this result, positive where neither ReLU nor dropout has put a zero.
+        factor: 1/(1-p) of the dropout, 1 without.
+        partial: output in float32: sums over the rows of each program of the gradient of the bias.
+    """
+    n_row, width = grad.shape
+    _check(grad, kept)
+    assert partial.shape == (n_program(n_row), width)
+    _kernels().relu_bias_backward_kernel[_grid(n_row, width)](
+        grad=grad, kept=kept, **_of_partial(partial), n_row=n_row, factor=factor, WIDTH=width, **_tiles()
+    )
+    return grad
+
+
+def queries(
+    query: Float[Tensor, "N A"],
+    u: Float[Tensor, "H D"],
+    v: Float[Tensor, "H D"],
+    masks: QueryMasks | None,
+    value: Float[Tensor, "S B H W"],
+    n_head: int,
+) -> tuple[Float[Tensor, "N A"], Float[Tensor, "N A"]]:
+    """Return (query m_q + u) m_k and (query m_q + v) m_r, with masks m; multiply `value` by m_v in place.
+
+    Multiplied into the queries, the masks of keys and of positions give the same scores. Without masks: query + u and
+    query + v, and `value` stays.
+
+    Args:
+        query: in the dtype of products.
+        u, v: in float32.
+        value: in the dtype of products, any strides but 1 in the last dimension.
+    """
+    _check(query, u, v, *(masks or ()))
+    n_row, width = query.shape
+    query_u, query_v = torch.empty_like(query), torch.empty_like(query)
+    _kernels().queries_kernel[_grid(n_row, width)](
+        query=query, u=u, v=v, value=value, query_u=query_u, query_v=query_v, n_row=n_row,
+        **_of_values(value, masks), D_HEAD=u.shape[1], HEAD=width // n_head, WIDTH=width, **_tiles(),
+    )  # fmt: skip
+    return query_u, query_v
+
+
+def queries_backward(
+    grad_query_u: Float[Tensor, "N A"],
+    grad_query_v: Float[Tensor, "N A"],
+    masks: QueryMasks | None,
+    grad_value: Float[Tensor, "S B H W"],
+    n_head: int,
+    partial: Float[Tensor, "P 2 A"],
+) -> Float[Tensor, "N A"]:
+    """Return the gradient of query, m_q (m_k grad_query_u + m_r grad_query_v); multiply `grad_value` by m_v in place.
+
+    Args:
+        partial: output in float32: sums over the rows of each program of the gradients of u and v. Columns after the
+            true width of a head are zero if those of the given gradients are.
+        others: as in `queries`.
+    """
+    _check(grad_query_u, grad_query_v, *(masks or ()))
+    n_row, width = grad_query_u.shape
+    grad_query = torch.empty_like(grad_query_u)
+    assert partial.shape == (n_program(n_row), 2, width)
+    _kernels().queries_backward_kernel[_grid(n_row, width)](
+        grad_u=grad_query_u, grad_v=grad_query_v, grad_value=grad_value, grad_query=grad_query, n_row=n_row,
+        **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **_tiles(),
+    )  # fmt: skip
+    return grad_query
+
+
+def _kernels() -> ModuleType:
+    from txl.models import fused_kernels
+
+    return fused_kernels
+
+
+def _check(*tensors: Tensor | None) -> None:
+    assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
+
+
+def _whole_rows(d_model: int, width: int) -> dict[str, int]:
+    block = 1 << (width - 1).bit_length()
+    return {"D_MODEL": d_model, "WIDTH": width, "ROWS": _ROWS, "BLOCK": block, "num_warps": 8 if block > 512 else 4}
+
+
+def _tiles() -> dict[str, int]:
+    return {"ROWS": _ROWS, "BLOCK": _COLUMNS, "num_warps": 4}
+
+
+def _grid(n_row: int, width: int) -> tuple[int, int]:
+    return n_program(n_row), math.ceil(width / _COLUMNS)
+
+
+def _of_dropout(dropout: Dropped, n_row: int, width: int) -> dict[str, Any]:
+    """Return the kernels' arguments for a dropout."""
+    found = {"mask": None, "seed_at": None, "mask_row": 0, "n_lane": 1, "site": 0, "factor": 1.0}
+    constants = {"MASK_WIDTH": 0, "THRESHOLD": 0}
+    if isinstance(dropout, Counted):
+        found |= {"seed_at": dropout.seed, "site": dropout.site, "factor": 1 / (1 - dropout.p)}
+        constants["THRESHOLD"] = round(dropout.p * 2**32)
+    elif dropout is not None:
+        assert n_row % len(dropout) == 0
+        assert dropout.stride(1) == 1
+        found |= {"mask": dropout, "mask_row": dropout.stride(0), "n_lane": len(dropout)}
+        constants["MASK_WIDTH"] = min(dropout.shape[1], width)
+    return found | constants
+
+
+def _of_partial(partial: Tensor) -> dict[str, Any]:
+    """Return the kernels' arguments for sums over the rows of each program."""
+    assert partial.stride(-1) == 1
+    kind = {"partial_kind": partial.stride(1)} if partial.ndim == 3 else {}
+    return {"partial": partial, "partial_program": partial.stride(0), **kind}
+
+
+def _of_values(value: Tensor, masks: QueryMasks | None) -> dict[str, Any]:
+    """Return the kernels' arguments for the masks of attention's operands and for the values."""
+    n_key, n_lane, _, _ = value.shape
+    row, lane, head, one = value.stride()
+    assert one == 1
+    fields = (None,) * 4 if masks is None else masks
+    of_masks = {f"{name}_mask": mask for name, mask in zip(QueryMasks._fields, fields, strict=True)}
+    sizes = {"n_value": n_key * n_lane, "n_lane": n_lane}
+    return {**of_masks, "value_row": row, "value_lane": lane, "value_head": head, **sizes}
