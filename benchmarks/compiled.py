@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 import txl
 from txl.config import RunConfig, with_options
-from txl.minutes.timing import training_workload
 from txl.native.build import compiled_code
 from txl.native.operations import compiled_cross_entropy, compiled_dropout, compiled_rms_norm
+from txl.training.timing import training_workload
 from txl_lab.records import measure_and_record
 from txl_lab.speed.workloads import reading_workload, timed_in_pairs
 

@@ -32,7 +32,6 @@ from txl.devices import Captured, sent
 from txl.errors import UserError
 from txl.generation.steps import StaticStep
 from txl.minutes.measured import run_in_minutes
-from txl.minutes.timing import synchronize
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
@@ -41,6 +40,7 @@ from txl.training import compilation, loop
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
+from txl.training.timing import synchronize
 from txl.training.trainer import Trainer
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import peak_bytes, ranked_tokens

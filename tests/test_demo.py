@@ -9,10 +9,10 @@ from tests.conftest import options_of, small_run
 from txl.cli import main
 from txl.commands.demo import MARK, steps_within, suited, whole_lines
 from txl.config import RunConfig, TransformerXLConfig, with_options
-from txl.minutes import timing
 from txl.runs import environment
 from txl.runs.directory import RunDirectory
 from txl.runs.events import DemoEvent, EndEvent, SampleEvent, SweepEvent, select
+from txl.training import timing
 
 
 def test_the_demo_goes_all_the_way(story, tmp_path, data_dir, capsys):

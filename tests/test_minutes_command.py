@@ -15,12 +15,13 @@ from txl.cli import main
 from txl.config import RunConfig, with_options
 from txl.errors import UserError
 from txl.minutes import measured as measuring
-from txl.minutes import rule, timing
+from txl.minutes import rule
 from txl.minutes.rule import AIM, FEWEST_STEPS, StepTimes, TextFacts, TokenizedText, base_run, choose
-from txl.minutes.timing import training_workload
 from txl.presets import preset
 from txl.runs.directory import RunDirectory
+from txl.training import timing
 from txl.training.loop import TrainingLoop
+from txl.training.timing import training_workload
 
 
 @pytest.fixture

@@ -41,6 +41,14 @@ def check_device(device: str) -> None:
         raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cpu"))) from None
 
 
+def compute_capability(device: torch.device | str | None) -> tuple[int, int] | None:
+    """Return the compute capability of an NVIDIA GPU of this machine, such as (9, 0); None for any other device."""
+    place = torch.device(device or "cpu")
+    if place.type != "cuda" or torch.version.cuda is None or (place.index or 0) >= torch.cuda.device_count():
+        return None
+    return torch.cuda.get_device_capability(place)
+
+
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy a CPU tensor to a device; copies to a GPU use pinned memory, so that the program does not wait."""
     if torch.device(device).type != "cuda":

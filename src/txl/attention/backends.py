@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from txl import devices
 from txl.attention.equations import AttentionRefused, KeyScope, Operands, reference_attention
 from txl.attention.shifted import shifted_attention
 from txl.attention.triton_attention import triton_attention, why_not_triton
@@ -173,21 +174,14 @@ BACKENDS = {
 # `factorised` was a backend that no measurement found to be the fastest anywhere; configurations may still name it.
 _CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted"), "factorised": ("shifted",)}
 
-# Fastest backend in a recorded measurement of captured training steps, by CUDA's name of the GPU and the dtype of the
-# matrix products (results/gpu-nvidia-h200.json). Steps that are not captured wait for the launch of each kernel, and
-# there the same measurement found `shifted` faster (wt103-base: 93,384 tokens/s beside 72,038 with `triton`).
-FASTEST_CAPTURED: dict[tuple[str, torch.dtype], str] = {
-    ("NVIDIA H200", torch.bfloat16): "triton",
-    ("NVIDIA H200", torch.float32): "shifted",
+# Fastest backend in a recorded measurement of captured training steps, by compute capability of the GPU and dtype of
+# the matrix products (results/gpu-nvidia-h200.json; an H100 has the same processor). Steps that are not captured wait
+# for the launch of each kernel, and there the same measurement found `shifted` faster (wt103-base: 93,384 tokens/s
+# beside 72,038 with `triton`).
+FASTEST_CAPTURED: dict[tuple[tuple[int, int], torch.dtype], str] = {
+    ((9, 0), torch.bfloat16): "triton",
+    ((9, 0), torch.float32): "shifted",
 }
-
-
-def _gpu(device: str | None) -> str | None:
-    """Return the name of an NVIDIA GPU of this machine; None for any other device."""
-    place = torch.device(device or "cpu")
-    if place.type != "cuda" or (place.index or 0) >= torch.cuda.device_count():
-        return None
-    return torch.cuda.get_device_name(place)
 
 
 def attention_backend(
@@ -201,8 +195,9 @@ def attention_backend(
     """
     if model.attention in _CHOICES:
         names = list(_CHOICES[model.attention])
-        if captured and dtype is not None and (fastest := FASTEST_CAPTURED.get((_gpu(device) or "", dtype))):
-            names.insert(0, fastest)
+        kind = devices.compute_capability(device)
+        if captured and kind is not None and dtype is not None and (kind, dtype) in FASTEST_CAPTURED:
+            names.insert(0, FASTEST_CAPTURED[kind, dtype])
         return next(BACKENDS[name] for name in names if BACKENDS[name].refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join([*_CHOICES, *BACKENDS])
@@ -213,17 +208,24 @@ def attention_backend(
     return backend
 
 
+def untimed_rival(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
+    """Return the backend that may be faster than the one that `auto` or `fastest` takes, where neither was timed."""
+    kind = devices.compute_capability(device)
+    if model.attention not in _CHOICES or kind is None or dtype is None or (kind, dtype) in FASTEST_CAPTURED:
+        return None
+    return "triton" if BACKENDS["triton"].refusal(model, device, dtype) is None else None
+
+
 def attention_note(
     model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
 ) -> str | None:
     """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None."""
     if model.attention == "factorised":
         return "model.attention factorised exists no more; auto is used"
-    gpu = _gpu(device)
-    timed = dtype not in (torch.float32, torch.bfloat16) or (gpu, dtype) in FASTEST_CAPTURED
-    if model.attention in _CHOICES and gpu is not None and not timed:
-        chosen = attention_backend(model, device, dtype).name
-        return f"no attention was timed in {dtype} on {gpu}: {chosen} is used, model.attention triton may be faster"
+    kind, rival = devices.compute_capability(device), untimed_rival(model, device, dtype)
+    if kind is not None and rival is not None:
+        chosen, gpus = attention_backend(model, device, dtype).name, f"GPUs of compute capability {kind[0]}.{kind[1]}"
+        return f"no attention was timed in {dtype} on {gpus}: {chosen} is used, model.attention {rival} may be faster"
     if model.attention == "fastest" and (device or "cpu") == "cpu":
         refusal = BACKENDS["compiled"].refusal(model, "cpu")
         return refusal and f"{refusal.reason}; shifted is used, which is slower"

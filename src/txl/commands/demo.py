@@ -107,9 +107,9 @@ def suited(config: RunConfig, given: dict[str, str], device: str) -> RunConfig:
     stay, too, if the vocabulary's size depends on the text.
     """
     from txl.data.corpora import known_vocabulary_size
-    from txl.minutes import timing
     from txl.minutes.rule import rate_of, with_copying
     from txl.runs.environment import multiplies_bfloat16
+    from txl.training import timing
     from txl.training.compilation import can_capture
 
     config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | given)

@@ -23,12 +23,12 @@ from txl.data.user_text import stdlib_pieces, user_pieces
 from txl.errors import UserError
 from txl.minutes import rule
 from txl.minutes.rule import StepTimes, TextFacts
-from txl.minutes.timing import seconds_of, training_workload
 from txl.runs.environment import memory_bytes, multiplies_bfloat16
 from txl.training.compilation import can_capture, check_trainable
 from txl.training.estimate import estimate
 from txl.training.loop import check_validation_split, evaluate_in_training
 from txl.training.parallel import TrainedModel
+from txl.training.timing import seconds_of, training_workload
 
 _LOOKED_AT = 64 * BLOCK  # bytes read from the beginning; the rest of a longer text is assumed to be similar
 _SAMPLE = 1 << 19  # bytes of the text in `TextFacts.sample`

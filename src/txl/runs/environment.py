@@ -9,6 +9,7 @@ import platform
 import torch
 
 import txl
+from txl import devices
 from txl.devices import cpu_fields, cpu_flags
 from txl.files import JsonObject
 
@@ -55,5 +56,5 @@ def _main_memory() -> int | None:
 def multiplies_bfloat16(device: str) -> bool:
     """Return whether a device has special instructions for bfloat16 matrix products, faster than float32."""
     if device.startswith("cuda"):
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return (devices.compute_capability(device) or (0, 0)) >= (8, 0)
     return device == "cpu" and not {"avx512_bf16", "amx_bf16"}.isdisjoint(cpu_flags())

@@ -27,9 +27,9 @@ import torch
 
 from txl.config import TransformerXLConfig
 from txl.errors import UserError
-from txl.minutes.timing import synchronize
 from txl.models.transformer_xl import TransformerXL
 from txl.native.operations import linear
+from txl.training.timing import synchronize
 
 
 def forward_operations(

@@ -11,11 +11,11 @@ import torch
 
 from txl.config import RunConfig
 from txl.files import JsonObject
-from txl.minutes.timing import seconds_of, timed, training_workload
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.models.loss import Objective
+from txl.training.timing import seconds_of, timed, training_workload
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import peak_bytes
 from txl_lab.speed.operations import forward_operations, matmul_rate
