@@ -113,11 +113,13 @@ class Frozen:
 
         A change through `parameter.data` is not detected, because PyTorch does not count it as a new version.
         """
+        return self.structure_holds(hooks) and self._contents_now() == self._contents
+
+    def structure_holds(self, hooks: bool = True) -> bool:
+        """Return `holds`, but allow parameters and buffers with other numbers."""
         # Asked for each segment and each decoded token, so the loops run in C.
-        return (
-            all(map(is_, map(dict.get, self._owners, self._names), self._values))
-            and (not hooks or ([*map(len, self._hooks)] == self._counts and _all_are_heard() == self._heard))
-            and self._contents_now() == self._contents
+        return all(map(is_, map(dict.get, self._owners, self._names), self._values)) and (
+            not hooks or ([*map(len, self._hooks)] == self._counts and _all_are_heard() == self._heard)
         )
 
     def evaluates(self) -> bool:

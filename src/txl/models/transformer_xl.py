@@ -27,6 +27,7 @@ from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
 from txl.models.family import FamilyModel
+from txl.models.fused_layers import fused_hidden_states, why_not_fused
 from txl.models.initial_weights import init_induction
 from txl.models.language_model import check_targets
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
@@ -205,6 +206,7 @@ class TransformerXL(FamilyModel[Memory]):
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.dropout_r = self._dropout(config.dropout_r)
+        self._structure: Frozen | None = None
         self._finish()
 
     @property
@@ -282,6 +284,10 @@ class TransformerXL(FamilyModel[Memory]):
             if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
                 raise refusal
             r = self.phase_tables.phases(scope, n_new, n_lane, state.capacity, dtype, device)
+        if hidden.is_cuda and self.training and torch.is_grad_enabled() and why_not_fused(self, state) is None:
+            assert isinstance(r, Tensor)
+            hidden, layer_inputs = fused_hidden_states(self, hidden, state, r)
+            return hidden, state.after_hidden(layer_inputs)
         layer_inputs = []  # h^{n-1} of every layer n becomes its memory m^{n-1} (Section 3.2)
         for layer, memory in zip(self.layers, state.hidden, strict=True):
             layer_inputs.append(hidden)
@@ -372,6 +378,12 @@ class TransformerXL(FamilyModel[Memory]):
     def freeze(self) -> Frozen:
         """Return a record of the model as it is now; while it holds, projections of memory are not computed again."""
         return Frozen(self, _OWN)
+
+    def outsider(self) -> str | None:
+        """Return which module must be called itself (`Frozen.outsider`), also while the weights change."""
+        if self._structure is None or not self._structure.structure_holds():
+            self._structure = self.freeze()
+        return self._structure.outsider
 
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor

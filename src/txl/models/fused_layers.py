@@ -1,0 +1,389 @@
+"""The layers of a training step on a GPU, as one function with a hand-written backward pass.
+
+It computes what the modules of `transformer_xl.py` compute, from the same parameters, in a tenth of the kernel
+launches: matrix products by cuBLAS, attention (`txl.attention.triton_attention`), and everything between them in one
+kernel each (`fused_rows.py`). Where a module has a hook or is of another class, or a model has an option that is not
+here, the modules compute (`why_not_fused`).
+
+Tensors are time-major, [T,B,...]: memory and segment then follow each other in one buffer, every product of all rows is
+a plain product of matrices, and all lanes and heads are one batch dimension of the products of attention. Products use
+copies of the weights in their own dtype, padded with zeros, because a GPU's matrix units read rows of a multiple of 16
+bytes.
+
+Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, N = T B rows, L layers, H heads, D width
+of a head, E d_model, I d_inner. Padded widths are written D', E', I'; A' = H D'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from txl.attention.equations import KeyScope
+from txl.attention.triton_attention import AttentionCall, attend, attend_backward
+from txl.config import TransformerXLConfig
+from txl.models import fused_rows
+from txl.models.fused_rows import Counted, Dropped, QueryMasks
+from txl.models.memory import Memory
+
+if TYPE_CHECKING:
+    from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
+
+_MULTIPLE = 16  # widths of the padded copies: 32 bytes in bfloat16; heads of this multiple also serve Triton's loads
+
+
+class Weights(NamedTuple):
+    """The weights of all layers, stacked: parameters (float32), their padded copies, or the gradients of either."""
+
+    query: Tensor  # W_q [L,A,E]
+    key: Tensor  # W_{k,E}
+    value: Tensor  # W_v
+    position: Tensor  # W_{k,R}
+    output: Tensor  # W_o [L,E,A]
+    inner: Tensor  # W_1 [L,I,E]
+    outer: Tensor  # W_2 [L,E,I]
+
+
+class Vectors(NamedTuple):
+    """Biases and gains of one layer."""
+
+    attention_gain: Tensor  # of the LayerNorm after attention, [E]
+    attention_shift: Tensor
+    inner_bias: Tensor  # b_1 [I]
+    outer_bias: Tensor  # b_2 [E]
+    outer_gain: Tensor  # of the LayerNorm after the feed-forward sub-layer, [E]
+    outer_shift: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call of the layers reads beside tensors with gradients."""
+
+    config: TransformerXLConfig
+    scope: KeyScope
+    dtype: torch.dtype  # of the products
+    memory: tuple[Float[Tensor, "B M E"], ...]
+    r: Float[Tensor, "S E"]  # R after its dropout
+
+
+def why_not_fused(model: TransformerXL, state: Memory) -> str | None:
+    """Return why the modules must compute a training step themselves; None if `fused_hidden_states` can."""
+    config, layers = model.config, list(model.layers)
+    reasons = {
+        f"attention is {model.backend.name}": model.backend.name != "triton",
+        "gradients flow into memory": state.differentiable,
+        f"encoding is {config.encoding}": config.encoding != "relative",
+        "layers normalise first (pre_norm)": config.pre_norm,
+        "heads are normalised (qk_norm)": config.qk_norm,
+        "dropout_qkv drops single numbers": config.dropout_qkv > 0 and not config.locked_dropout,
+        "layers are compiled": any(layer._compiled_call_impl is not None for layer in layers),
+        "an observer wraps attention": any(own.attend is not model.backend for own in model.attentions),
+        "parameters are sharded": any(type(parameter) is not nn.Parameter for parameter in model.parameters()),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), model.outsider())
+
+
+def fused_hidden_states(
+    model: TransformerXL, hidden: Float[Tensor, "B T E"], state: Memory, r: Float[Tensor, "S E"]
+) -> tuple[Float[Tensor, "B T E"], list[Float[Tensor, "B T E"]]]:
+    """Return h^N and the inputs h^0, ..., h^{N-1} of all layers in training, from h^0, the memory and R."""
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
+    plan = Plan(model.config, state.scope(), dtype, state.hidden, r)
+    matrices, vectors = [], []
+    for layer in model.layers:
+        attention, feed_forward = (
+            cast("TransformerXLLayer", layer).attention,
+            cast("TransformerXLLayer", layer).feed_forward,
+        )
+        inner, outer, norm = feed_forward.inner, feed_forward.outer, attention.norm
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.r_proj, attention.o_proj)
+        matrices.append([linear.weight for linear in (*projections, inner, outer)])
+        vectors.append(
+            [norm.weight, norm.bias, inner.bias, outer.bias, feed_forward.norm.weight, feed_forward.norm.bias]
+        )
+    biases = [model.u, model.v] if model.shares_biases else [of for own in model.attentions for of in (own.u, own.v)]
+    kinds = [matrix for kind in zip(*matrices, strict=True) for matrix in kind]
+    with torch.autocast(device, enabled=False):
+        last, *inputs = _Layers.apply(hidden, plan, *biases, *kinds, *(vector for own in vectors for vector in own))
+    return last, inputs
+
+
+class _Layers(torch.autograd.Function):
+    """The layers; inputs after the plan are u and v (of each layer), the matrices kind by kind, the vectors."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, plan: Plan, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.run = run = _Run(plan, hidden, parameters)
+        outputs = run.forward(hidden)
+        ctx.mark_non_differentiable(*outputs[1:])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        run, ctx.run = ctx.run, None
+        assert run is not None, "the layers keep nothing for a second backward pass"
+        grad_hidden, grads = run.backward(grad)
+        return grad_hidden, None, *grads
+
+
+class _Kept(NamedTuple):
+    """What the backward pass of a layer reads, beside the layer's part of the context."""
+
+    query_u: Tensor  # [T,B,H,D']
+    query_v: Tensor
+    keys_values: Tensor  # [S,B,H,2,D']
+    attended: Tensor  # [T,B,H,D']
+    lse: Tensor
+    attention_norm: fused_rows.Normed
+    relu: Tensor  # [N,I'], after dropout
+    outer_norm: fused_rows.Normed
+
+
+class _Run:
+    """One forward pass and its backward pass."""
+
+    def __init__(self, plan: Plan, hidden: Tensor, parameters: Sequence[Tensor]):
+        config = self.config = plan.config
+        self.plan, self.like = plan, hidden
+        self.n_lane, self.n_new, _ = hidden.shape
+        self.n_layer, self.n_head, self.memory = config.n_layer, config.n_head, plan.scope.memory
+        self.n_key, self.n_row = self.memory + self.n_new, self.n_new * self.n_lane
+        self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
+        self.d_attention = self.n_head * self.d_head
+        n_bias = len(parameters) - self.n_layer * (len(Weights._fields) + len(Vectors._fields))
+        self.biases = [(parameters[at], parameters[at + 1]) for at in range(0, n_bias, 2)]
+        kinds = parameters[n_bias : n_bias + self.n_layer * len(Weights._fields)]
+        of_layers = parameters[n_bias + len(kinds) :]
+        stacks = [torch.stack(list(kinds[at : at + self.n_layer])) for at in range(0, len(kinds), self.n_layer)]
+        self.weights = self._copies(Weights(*stacks))
+        n_vector = len(Vectors._fields)
+        self.vectors = [Vectors(*of_layers[at : at + n_vector]) for at in range(0, len(of_layers), n_vector)]
+        self.kept: list[_Kept] = []
+        self._draw()
+
+    def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return self.like.new_empty(shape, dtype=dtype or self.plan.dtype)
+
+    # Weights: padded copies for the products; gradients back from the padded shape.
+
+    def _shapes(self) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
+        """Return for each field of `Weights` the padded shape, split into heads, and the part with true numbers."""
+        config, everything = self.config, slice(None)
+        head = slice(config.d_head), slice(config.d_model)
+        by_head = (self.n_layer, self.n_head, self.d_head, self.d_model), (everything, everything, *head)
+        output = (self.n_layer, self.d_model, self.n_head, self.d_head)
+        inner = (self.n_layer, self.d_inner, self.d_model)
+        outer = (self.n_layer, self.d_model, self.d_inner)
+        return [
+            *[by_head] * 4,
+            (output, (everything, slice(config.d_model), everything, slice(config.d_head))),
+            (inner, (everything, slice(config.d_inner), slice(config.d_model))),
+            (outer, (everything, slice(config.d_model), slice(config.d_inner))),
+        ]
+
+    def _blank(self, zeros: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """Return tensors for padded weights, [L,rows,columns] each, and views of them with the fields of `Weights`.
+
+        Rows of W_k and W_v alternate by heads, so that one product gives keys and values side by side.
+        """
+        shapes = self._shapes()
+        new = self.like.new_zeros if zeros else self.like.new_empty
+        query, key, _, position, output, inner, outer = (shape for shape, _ in shapes)
+        both = new((*key[:2], 2, *key[2:]), dtype=self.plan.dtype)
+        query, position, output, inner, outer = (
+            new(shape, dtype=self.plan.dtype) for shape in (query, position, output, inner, outer)
+        )
+        parts = [query, both[:, :, 0], both[:, :, 1], position, output, inner, outer]
+        views = [tensor[part] for tensor, (_, part) in zip(parts, shapes, strict=True)]
+        whole = [
+            query.flatten(1, 2),
+            both.flatten(1, 3),
+            position.flatten(0, 2),
+            output.flatten(2, 3),
+            inner,
+            outer,
+        ]
+        return whole, views
+
+    def _copies(self, stacked: Weights) -> list[Tensor]:
+        config = self.config
+        true, padded = (config.d_model, config.d_head, config.d_inner), (self.d_model, self.d_head, self.d_inner)
+        whole, views = self._blank(zeros=true != padded)
+        for view, stack in zip(views, stacked, strict=True):
+            view.copy_(stack.view(view.shape))
+        return whole
+
+    # Dropout: all masks of a step from a few draws.
+
+    def _draw(self) -> None:
+        config, device = self.config, self.like.device
+        inner = config.dropout if config.dropout_inner is None else config.dropout_inner
+        self.drops: list[tuple[Dropped, Dropped, Dropped]] = []  # of each layer: after W_o, after ReLU, after W_2
+        self.masks: list[QueryMasks | None] = [None] * self.n_layer
+        self.inner_factor = 1 / (1 - inner)
+        seeds = torch.randint(2**63 - 1, (self.n_layer + 1,), dtype=torch.int64, device=device)
+        self.seeds = seeds[1:].split(1) if config.dropatt > 0 else [None] * self.n_layer
+        if not config.locked_dropout:
+            sites = (
+                (site, p) for _ in range(self.n_layer) for site, p in enumerate((config.dropout, inner, config.dropout))
+            )
+            drops = [Counted(seeds[:1], 3 * (at // 3) + site, p) if p else None for at, (site, p) in enumerate(sites)]
+            self.drops = [tuple(drops[at : at + 3]) for at in range(0, len(drops), 3)]  # pyright: ignore
+            return
+        n_lane = self.n_lane
+        rows = self._locked(config.dropout, 2, n_lane, self.d_model)
+        relus = self._locked(inner, 1, n_lane, self.d_inner)
+        projections = self._locked(config.dropout_qkv, 1, 3 * n_lane + 1, self.d_attention)
+        for layer in range(self.n_layer):
+            self.drops.append((rows[layer][0], relus[layer][0], rows[layer][1]))
+            if (of := projections[layer][0]) is not None:
+                query, key, value, position = of.split([n_lane, n_lane, n_lane, 1])
+                self.masks[layer] = QueryMasks(query, key, position[0], value)
+
+    def _locked(self, p: float, n_site: int, n_row: int, width: int) -> list[list[Tensor | None]]:
+        """Return scaled masks [n_row,width] of locked dropout, for `n_site` places of every layer; None without."""
+        if p == 0:
+            return [[None] * n_site] * self.n_layer
+        ones = torch.ones(self.n_layer, n_site, n_row, width, device=self.like.device)
+        return [list(masks.unbind()) for masks in F.dropout(ones, p).unbind()]
+
+    def _call(self, layer: int) -> AttentionCall:
+        scope, config = self.plan.scope, self.config
+        window = self.n_key if scope.window is None else scope.window
+        return AttentionCall(config.d_head, window, self.oldest, self.seeds[layer], config.dropatt)
+
+    # The layers.
+
+    def forward(self, hidden: Float[Tensor, "B T E"]) -> tuple[Tensor, ...]:
+        """Return h^N and the inputs of all layers, [B,T,E] float32 each."""
+        config, plan, n_row, width = self.config, self.plan, self.n_row, self.d_model
+        oldest = plan.scope.oldest(hidden.device)
+        self.oldest = None if oldest is None else oldest.to(torch.int32)
+        # [SG(m) o h] of every layer in the dtype of the products; a LayerNorm writes h of the next layer into it.
+        new = self._zeros_if_padded
+        self.context = new(self.n_layer + 1, self.n_key, self.n_lane, width)
+        for context, memory in zip(self.context, plan.memory, strict=False):
+            context[: self.memory, :, : config.d_model].copy_(memory.transpose(0, 1))
+        rows = new(self.n_new, self.n_lane, width, dtype=torch.float32)
+        rows[..., : config.d_model].copy_(hidden.transpose(0, 1))
+        self.context[0, self.memory :].copy_(rows)
+        self.r = new(self.n_key, width)
+        self.r[:, : config.d_model].copy_(plan.r)
+        w_query, w_both, w_position, w_output, w_inner, w_outer = self.weights
+        positions = (self.r @ w_position.t()).view(self.n_key, self.n_layer, self.n_head, self.d_head)
+        self.positions = positions
+        rows, inputs = rows.view(n_row, width), []
+        for layer in range(self.n_layer):
+            inputs.append(rows)
+            context = self.context[layer].view(-1, width)
+            (after_output, after_relu, after_outer), own = self.drops[layer], self.vectors[layer]
+            query = context[self.memory * self.n_lane :] @ w_query[layer].t()
+            both = (context @ w_both[layer].t()).view(self.n_key, self.n_lane, self.n_head, 2, self.d_head)
+            u, v = self.biases[layer % len(self.biases)]
+            queries = fused_rows.queries(query, u, v, self.masks[layer], both[..., 1, :], self.n_head)
+            query_u, query_v = (rows.view(self.n_new, self.n_lane, self.n_head, self.d_head) for rows in queries)
+            attended, lse = attend(
+                query_u, query_v, both[..., 0, :], both[..., 1, :], positions[:, layer], self._call(layer)
+            )
+            update = attended.view(n_row, -1) @ w_output[layer].t()
+            first = fused_rows.residual_norm(
+                rows, update, None, after_output, own.attention_gain, own.attention_shift,
+                config.layer_norm_eps, config.d_model,
+            )  # fmt: skip
+            relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), own.inner_bias, after_relu)
+            second = fused_rows.residual_norm(
+                first.hidden, relu @ w_outer[layer].t(), own.outer_bias, after_outer, own.outer_gain, own.outer_shift,
+                config.layer_norm_eps, config.d_model, self.context[layer + 1, self.memory :].view(n_row, width),
+            )  # fmt: skip
+            rows = second.hidden
+            first, second = first._replace(hidden=None), second._replace(hidden=None, low=None)
+            self.kept.append(_Kept(query_u, query_v, both, attended, lse, first, relu, second))
+        return tuple(self._batch_first(rows) for rows in (rows, *inputs))
+
+    def backward(self, grad: Float[Tensor, "B T E"]) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of h^0 and of all parameters, in the order of the inputs of `_Layers`."""
+        config, n_row, width = self.config, self.n_row, self.d_model
+        rows = self._zeros_if_padded(self.n_new, self.n_lane, width, dtype=torch.float32)
+        rows[..., : config.d_model].copy_(grad.transpose(0, 1))
+        rows, low = rows.view(n_row, width), None
+        w_query, w_both, _, w_output, w_inner, w_outer = self.weights
+        grads, views = self._blank()
+        g_query, g_both, g_position, g_output, g_inner, g_outer = grads
+        grad_positions = torch.empty_like(self.positions)
+        # Sums over the rows of each program of a kernel; one reduction for all layers follows.
+        n_program = fused_rows.n_program(n_row)
+        of_norms = self._empty(self.n_layer, 2, n_program, 3, width, dtype=torch.float32)
+        of_inner = self._empty(self.n_layer, n_program, self.d_inner, dtype=torch.float32)
+        n_query_program = fused_rows.n_program(n_row)
+        of_biases = self._empty(self.n_layer, n_query_program, 2, self.d_attention, dtype=torch.float32)
+        for layer in reversed(range(self.n_layer)):
+            kept, own = self.kept.pop(), self.vectors[layer]
+            after_output, after_relu, after_outer = self.drops[layer]
+            rows, update = fused_rows.residual_norm_backward(
+                rows, low, kept.outer_norm, own.outer_gain, after_outer, of_norms[layer, 1], self.plan.dtype
+            )
+            torch.mm(update.t(), kept.relu, out=g_outer[layer])
+            factor = self.inner_factor if after_relu is not None else 1.0
+            inner = fused_rows.relu_bias_backward(update @ w_outer[layer], kept.relu, factor, of_inner[layer])
+            torch.mm(inner.t(), kept.attention_norm.low, out=g_inner[layer])
+            rows, update = fused_rows.residual_norm_backward(
+                rows, inner @ w_inner[layer], kept.attention_norm, own.attention_gain, after_output, of_norms[layer, 0]
+            )
+            torch.mm(update.t(), kept.attended.view(n_row, -1), out=g_output[layer])
+            above, both = (update @ w_output[layer]).view(kept.attended.shape), torch.empty_like(kept.keys_values)
+            grad_u, grad_v = attend_backward(
+                above, kept.attended, kept.lse, kept.query_u, kept.query_v,
+                kept.keys_values[..., 0, :], kept.keys_values[..., 1, :], self.positions[:, layer], self._call(layer),
+                both[..., 0, :], both[..., 1, :], grad_positions[:, layer],
+            )  # fmt: skip
+            query = fused_rows.queries_backward(
+                grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], both[..., 1, :], self.n_head,
+                of_biases[layer],
+            )  # fmt: skip
+            context, both = self.context[layer].view(-1, width), both.view(self.n_key * self.n_lane, -1)
+            segment = slice(self.memory * self.n_lane, None)
+            torch.mm(query.t(), context[segment], out=g_query[layer])
+            torch.mm(both.t(), context, out=g_both[layer])
+            low = (query @ w_query[layer]).addmm_(both[segment], w_both[layer])
+        torch.mm(grad_positions.view(self.n_key, -1).t(), self.r, out=g_position)
+        assert low is not None
+        return self._batch_first(rows + low), self._parameter_gradients(views, of_norms, of_inner, of_biases)
+
+    def _parameter_gradients(
+        self, views: list[Tensor], of_norms: Tensor, of_inner: Tensor, of_biases: Tensor
+    ) -> list[Tensor]:
+        config = self.config
+        matrices = []
+        for name, view in zip(Weights._fields, views, strict=True):
+            wide = view.to(torch.float32, memory_format=torch.contiguous_format)
+            wide = wide.flatten(2, 3) if name == "output" else wide.flatten(1, 2) if wide.ndim == 4 else wide
+            matrices += wide.unbind()
+        norms, inner = of_norms.sum(2)[..., : config.d_model], of_inner.sum(1)[:, : config.d_inner]
+        biases = of_biases.sum(1).unflatten(-1, (self.n_head, self.d_head))[..., : config.d_head]  # [L,2,H,D]
+        if len(self.biases) == 1:
+            biases = biases.sum(0, keepdim=True)
+        vectors = []
+        for layer in range(self.n_layer):
+            (gain, shift, _), (outer_gain, outer_shift, outer_bias) = (of.unbind() for of in norms[layer])
+            vectors += [gain, shift, inner[layer], outer_bias, outer_gain, outer_shift]
+        return [*biases.contiguous().flatten(0, 1).unbind(), *matrices, *vectors]
+
+    def _zeros_if_padded(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        new = self.like.new_empty if self.d_model == self.config.d_model else self.like.new_zeros
+        return new(shape, dtype=dtype or self.plan.dtype)
+
+    def _batch_first(self, rows: Tensor) -> Float[Tensor, "B T E"]:
+        return rows.view(self.n_new, self.n_lane, -1)[..., : self.config.d_model].transpose(0, 1)
+
+
+def _padded(width: int) -> int:
+    return -(-width // _MULTIPLE) * _MULTIPLE

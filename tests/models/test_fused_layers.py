@@ -1,0 +1,175 @@
+"""The layers of a training step as one function: h^N, memory and all gradients are those of the modules.
+
+On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as compiled kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from tests.attention.test_triton_attention import DEVICES
+from torch import Tensor
+
+from txl.attention.equations import distances_farthest_first
+from txl.config import TransformerXLConfig
+from txl.models import fused_layers
+from txl.models.fused_layers import fused_hidden_states, why_not_fused
+from txl.models.layers import LockedDropout
+from txl.models.memory import Memory
+from txl.models.transformer_xl import TransformerXL
+
+TINY = TransformerXLConfig(
+    n_layer=2, d_model=20, n_head=2, d_head=7, d_inner=18, mem_len=9, dropout=0.0, attention="shifted"
+)
+# Numbers of lanes, new tokens, positions of memory, filled positions, window.
+SEGMENTS = {
+    "without memory": (2, 5, 0, None, None),
+    "one token": (1, 1, 3, None, None),
+    "memory": (3, 6, 9, None, None),
+    "lanes of several lengths, window": (3, 7, 9, (9, 0, 4), 8),
+}
+
+
+def built(config: TransformerXLConfig, device: str) -> TransformerXL:
+    torch.manual_seed(1)
+    model = TransformerXL(config, 30).to(device).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(device), alpha=0.2)
+    return model
+
+
+def memory_of(model: TransformerXL, segment: tuple, device: str) -> Memory:
+    n_lane, _, n_memory, filled, window = segment
+    state = model.init_state(n_lane, window="none" if window is None else window)
+    hidden = tuple(torch.randn(n_lane, n_memory, model.config.d_model).to(device) for _ in range(model.config.n_layer))
+    return dataclasses.replace(state, hidden=hidden, filled=filled)
+
+
+def passes(model: TransformerXL, hidden: Tensor, state: Memory, fused: bool) -> dict[str, Tensor]:
+    """Return h^N, the inputs of all layers, and all gradients of a weighted sum of h^N."""
+    model.zero_grad()
+    leaf = hidden.clone().requires_grad_()
+    if fused:
+        distances = distances_farthest_first(state.length + hidden.shape[1], None, hidden.device)
+        last, inputs = fused_hidden_states(model, leaf, state, model._encoded(distances, hidden.dtype))
+    else:
+        last, after = model._from_hidden(leaf, dataclasses.replace(state, lengths=dataclasses.replace(state.lengths)))
+        inputs = list(after.hidden)
+    (last * torch.linspace(-1, 1, last.numel(), device=last.device).view_as(last)).sum().backward()
+    assert leaf.grad is not None
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    kept = {f"memory {number}": rows[:, -1:].detach() for number, rows in enumerate(inputs)}
+    return {"last": last.detach(), "h0": leaf.grad, **kept, **grads}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    wrong = {
+        name: float((found[name] - right).norm() / right.norm().clamp(min=1e-6)) for name, right in expected.items()
+    }
+    assert max(wrong.values()) < tolerance, wrong
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("untie_r", [False, True])
+@pytest.mark.parametrize("segment", SEGMENTS.values(), ids=list(SEGMENTS))
+def test_the_layers_and_all_gradients_are_those_of_the_modules(segment, untie_r, device):
+    model = built(dataclasses.replace(TINY, untie_r=untie_r), device)
+    state = memory_of(model, segment, device)
+    hidden = torch.randn(segment[0], segment[1], TINY.d_model).to(device)
+    expected = passes(model, hidden, state, fused=False)
+    check_equal(passes(model, hidden, state, fused=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_locked_dropout_multiplies_by_one_mask_a_lane(device, monkeypatch):
+    config = dataclasses.replace(
+        TINY, dropout=0.3, dropout_qkv=0.2, dropout_inner=0.4, locked_dropout=True, dropout_r=0.0
+    )
+    model = built(config, device)
+    state = memory_of(model, SEGMENTS["memory"], device)
+    hidden, runs = torch.randn(3, 6, TINY.d_model).to(device), []
+    draw = fused_layers._Run._draw
+    monkeypatch.setattr(fused_layers._Run, "_draw", lambda run: (draw(run), runs.append(run)))
+    found = passes(model, hidden, state, fused=True)
+    masks = []  # in the order in which the modules ask for them
+    for drops, of in zip(runs[0].drops, runs[0].masks, strict=True):
+        heads = (
+            mask.view(-1, 2, mask.shape[-1] // 2)[..., :7].flatten(1) for mask in (*of[:2], of.value, of.position[None])
+        )
+        masks += [*heads, drops[0][:, :20], drops[1][:, :18], drops[2][:, :20]]
+    kept = torch.cat([mask.flatten() for mask in masks]) > 0
+    assert 0.6 < float(kept.float().mean()) < 0.85
+    left = list(masks)
+
+    def with_given_mask(module: LockedDropout, rows: Tensor) -> Tensor:
+        if module.p == 0:
+            return rows
+        mask = left.pop(0)
+        return rows * (mask if rows.ndim == 2 else mask[:, None])
+
+    monkeypatch.setattr(LockedDropout, "forward", with_given_mask)
+    expected = passes(model, hidden, state, fused=False)
+    assert not left
+    check_equal(found, expected, 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_other_dropout_is_drawn_anew_in_each_step_and_has_the_same_mask_in_both_passes(device):
+    model = built(dataclasses.replace(TINY, dropout=0.3, dropatt=0.1), device)
+    state = memory_of(model, SEGMENTS["memory"], device)
+    hidden = torch.randn(3, 6, TINY.d_model).to(device)
+    torch.manual_seed(5)
+    found = passes(model, hidden, state, fused=True)
+    torch.manual_seed(5)
+    check_equal(passes(model, hidden, state, fused=True), found, 1e-7)
+    other = passes(model, hidden, state, fused=True)
+    assert float((other["last"] - found["last"]).norm()) > 0.1
+    # The derivative along a direction, from two further forward passes with the same masks.
+    direction, step = torch.randn(3, 6, TINY.d_model).to(device), 1e-3
+    sums = []
+    for sign in (1, -1):
+        torch.manual_seed(5)
+        last = passes(model, hidden + sign * step * direction, state, fused=True)["last"]
+        sums.append(float((last * torch.linspace(-1, 1, last.numel(), device=device).view_as(last)).sum().double()))
+    slope = (sums[0] - sums[1]) / (2 * step)
+    assert slope == pytest.approx(float((found["h0"] * direction).sum()), rel=2e-2, abs=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention": "shifted"}, "attention is shifted"),
+        ({"pre_norm": True}, "pre_norm"),
+        ({"qk_norm": True}, "qk_norm"),
+        ({"encoding": "shaw"}, "encoding is shaw"),
+        ({"dropout_qkv": 0.1}, "dropout_qkv"),
+    ],
+    ids=str,
+)
+def test_other_models_keep_their_modules(change, reason):
+    model = built(dataclasses.replace(TINY, **change), "cpu")
+    if "attention" not in change:
+        model.backend = dataclasses.replace(model.backend, name="triton")
+    assert reason in (why_not_fused(model, model.init_state(1)) or "")
+
+
+def test_a_hook_or_another_class_of_module_keeps_the_modules():
+    model = built(TINY, "cpu")
+    model.backend = dataclasses.replace(model.backend, name="triton")
+    for attention in model.attentions:
+        attention.attend = model.backend
+    state = model.init_state(1)
+    assert why_not_fused(model, state) is None
+    with torch.no_grad():
+        model.u.add_(1)  # other numbers change nothing
+    assert why_not_fused(model, state) is None
+    hook = model.attentions[0].register_forward_hook(lambda *_: None)
+    assert "hook" in (why_not_fused(model, state) or "")
+    hook.remove()
+    assert why_not_fused(model, state) is None
+    model.attentions[0].q_proj = torch.nn.Sequential(model.attentions[0].q_proj)  # pyright: ignore
+    assert "not a class" in (why_not_fused(model, state) or "")
