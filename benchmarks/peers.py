@@ -36,7 +36,7 @@ from txl.training.step import StepInputs, training_step
 from txl_lab.records import write
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import ranked_tokens
-from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
+from txl_lab.speed.operations import bytes_read_once, matmul_rate, read_bandwidth, training_operations
 
 OUT = Path("results/bench-peers.json")
 AGREE = 2e-4  # largest difference of a log-probability, in nats
@@ -223,7 +223,7 @@ def measure(work: Workload) -> list[dict[str, Any]]:
             model.load_state_dict(weights)
             row["attention"] = model.attention_name
             seconds = our_training(model, memory, work, run, dtype)
-            operations = 3 * forward_operations(
+            operations = training_operations(
                 model.config, work.vocab_size, work.batch_size, segment, work.memory, model.config.window
             )
             row["fraction_of_matmul_rate"] = operations / seconds / matmul_rate(getattr(torch, dtype), "cpu")

@@ -18,7 +18,7 @@ from txl.models.loss import Objective
 from txl.training.timing import seconds_of, timed, training_workload
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import peak_bytes
-from txl_lab.speed.operations import forward_operations, matmul_rate
+from txl_lab.speed.operations import forward_operations, matmul_rate, training_operations
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,15 @@ def bench_training(run: RunConfig, vocab_size: int, steps: int, device: str) -> 
     train, dtype, model_shape = run.train, run.train.dtype, transformer_xl_of(run)
     model, step = training_workload(run, vocab_size, device)
     memory = model.init_state(1).filled_with_noise().length
-    # R is projected again for each micro-batch.
-    part = (train.batch_size // train.micro_batches, train.segment)
-    passes = 3 * train.micro_batches * train.backprop_segments
-    scored = Objective(train.loss).counted(train.segment)
-    operations = passes * forward_operations(model_shape, vocab_size, *part, memory, run.model.window, scored=scored)
+    # R is projected again for each micro-batch. Of several segments, all but the first have gradients in their memory.
+    part, scored = (
+        (train.batch_size // train.micro_batches, train.segment),
+        Objective(train.loss).counted(train.segment),
+    )
+    operations = train.micro_batches * sum(
+        training_operations(model_shape, vocab_size, *part, memory, run.model.window, scored=scored, learned=learned)
+        for learned in (min(memory, number * train.segment) for number in range(train.backprop_segments))
+    )
     rate = matmul_rate(getattr(torch, dtype), device)
     seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
