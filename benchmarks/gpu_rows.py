@@ -14,15 +14,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from benchmarks.gpu_profile import kernels_of, table_of
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import txl
 from txl.attention import KeyScope, Operands
@@ -36,19 +37,18 @@ from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.runs.directory import RunDirectory
-from txl.training import compilation, loop
+from txl.training import compilation, loop, trainer
 from txl.training.compilation import WARM, CapturedStep, compile_layers
 from txl.training.optimisers import build_optimizer
 from txl.training.step import StepInputs, training_step
 from txl.training.timing import synchronize
-from txl.training.trainer import Trainer
 from txl_lab.speed import transformer_xl_of
 from txl_lab.speed.budget import peak_bytes, ranked_tokens
-from txl_lab.speed.operations import bytes_read_once, forward_operations, matmul_rate, read_bandwidth
+from txl_lab.speed.operations import bytes_read_once, matmul_rate, read_bandwidth, training_operations
 from txl_lab.speed.table9 import slowdown
 
 Figures = dict[str, Any]
-VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735, "stdlib-bpe": 2048}
+VOCABULARY = {"enwik8-12L": 204, "enwik8-24L": 204, "wt103-base": 267_735, "stdlib-bpe": 2048, "ptb": 10_000}
 NO_DROPOUT = {"dropout": 0.0, "dropatt": 0.0, "dropout_r": 0.0}
 
 
@@ -58,11 +58,12 @@ class Bench:
 
     device: str
     rehearsed: bool = False
+    kept: dict[str, Any] = field(default_factory=dict)  # measured values and the last model, for the next row
 
     @property
     def steps(self) -> int:
         """Number of timed steps."""
-        return 2 if self.rehearsed else 10
+        return 2 if self.rehearsed else 20
 
     def run(self, preset: str, **train: Any) -> RunConfig:
         """Return a preset without dropout; in the rehearsal with a tiny model."""
@@ -91,7 +92,16 @@ class Bench:
 
     def rate(self) -> float:
         """Return the measured dense bfloat16 rate in operations per second."""
-        return matmul_rate(torch.bfloat16, self.device, *((128, 0.05) if self.rehearsed else (8192, 0.5)))
+        if "rate" not in self.kept:
+            given = (128, 0.05) if self.rehearsed else (8192, 0.2)
+            self.kept["rate"] = matmul_rate(torch.bfloat16, self.device, *given)
+        return self.kept["rate"]
+
+    def bandwidth(self) -> float:
+        """Return the measured bandwidth in bytes per second."""
+        if "bandwidth" not in self.kept:
+            self.kept["bandwidth"] = read_bandwidth(self.device, 2**20 if self.rehearsed else None)
+        return self.kept["bandwidth"]
 
 
 def imitate_recording() -> None:
@@ -148,12 +158,12 @@ def tests(bench: Bench) -> Figures:
 
 
 def operations(model: FamilyModel, targets: Tensor, segment: int, memory: int) -> int:
-    """Count the operations of a training step by the formula of `forward_operations`, an adaptive softmax included."""
+    """Count the operations of a training step by `training_operations`, an adaptive softmax included."""
     shape = model.config
     assert isinstance(shape, TransformerXLConfig)
     lanes, rows = len(targets), targets.numel()
     plain = dataclasses.replace(shape, cutoffs=(), d_embed=None, div_val=1)
-    layers = forward_operations(plain, 0, lanes, segment, memory, shape.window)
+    layers = training_operations(plain, 0, lanes, segment, memory, shape.window)
     tails = model.tail_rows(targets, "full") or ()
     softmax = 0
     for cluster, (first, end) in enumerate(model.softmax.bounds):
@@ -161,7 +171,7 @@ def operations(model: FamilyModel, targets: Tensor, segment: int, memory: int) -
         size = end - first + (len(tails) if cluster == 0 else 0)
         projected = shape.d_model if model.embedding.projection(cluster) is not None else 0
         softmax += 2 * (rows if cluster == 0 else tails[cluster - 1]) * width * (projected + size)
-    return 3 * (layers + softmax)
+    return layers + 3 * softmax
 
 
 class TrainingCase:
@@ -179,7 +189,7 @@ class TrainingCase:
         self._tokens, self._rows = sent(self.text, device), [self.model.tail_rows(self.text, "full")]
         self._states = [self.model.init_state(run.train.batch_size).filled_with_noise()]
         self._step = CapturedStep() if captured else training_step
-        self.loss = float("nan")
+        self.is_warm = False
 
     def step(self) -> None:
         """Make one update, without waiting for the device."""
@@ -187,14 +197,21 @@ class TrainingCase:
         self._made = self._step(self.model, self.optimizer, inputs, self.run.train)
         self._states = self._made.states
 
+    def warm(self) -> None:
+        """Make enough steps to compile and record everything."""
+        if not self.is_warm:
+            for _ in range(WARM + 2):
+                self.step()
+        self.is_warm = True
+
     def time(self, bench: Bench) -> Figures:
-        """Time steps, after enough warm-up steps to compile and record everything."""
-        for _ in range(WARM + 2):
-            self.step()
+        """Time steps, after the warm-up: up to the number of the bench, as many as fit into two seconds."""
+        self.warm()
         cuda = bench.device.startswith("cuda")
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds = seconds_each(self.step, bench.steps, bench.device)
+        first = seconds_each(self.step, 1, bench.device)
+        seconds = seconds_each(self.step, max(3, min(bench.steps, int(2 / first))), bench.device)
         train = self.run.train
         count = operations(self.model, self.text, train.segment, transformer_xl_of(self.run).lengths().capacity)
         result = self._made.result()
@@ -212,19 +229,121 @@ class TrainingCase:
         }
 
 
-def training(
+def case_of(
     bench: Bench, preset: str, attention: Any, mode: str, dropout: bool = False, dtype: str = "bfloat16"
-) -> Figures:
+) -> TrainingCase:
+    """Return the model of a preset in training; the last one is kept for the next row."""
+    key = ("case", preset, attention, mode, dropout, dtype)
+    if bench.kept.get("key") != key:
+        bench.kept.pop("case", None)
+        if bench.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        run = bench.run(preset, dtype=dtype)
+        if dropout:
+            own = transformer_xl_of(txl.preset(preset))
+            run.model = dataclasses.replace(run.model, **{name: getattr(own, name) for name in NO_DROPOUT})
+        run.model = dataclasses.replace(run.model, attention=bench.attention(attention, mode))
+        bench.kept["case"] = TrainingCase(bench, run, bench.vocabulary(preset), "compiled" in mode, "captured" in mode)
+        bench.kept["key"] = key
+    return bench.kept["case"]
+
+
+def training(bench: Bench, preset: str, attention: Any, mode: str, **more: Any) -> Figures:
     """Time training steps of a preset with a backend: eager, compiled, captured, or compiled and captured."""
-    run = bench.run(preset, dtype=dtype)
-    if dropout:
-        own = transformer_xl_of(txl.preset(preset))
-        run.model = dataclasses.replace(run.model, **{name: getattr(own, name) for name in NO_DROPOUT})
-    run.model = dataclasses.replace(run.model, attention=bench.attention(attention, mode))
-    case = TrainingCase(bench, run, bench.vocabulary(preset), "compiled" in mode, "captured" in mode)
-    figures = case.time(bench)
-    rate = bench.rate()
+    figures, rate = case_of(bench, preset, attention, mode, **more).time(bench), bench.rate()
     return figures | {"bfloat16_rate": rate, "fraction_of_rate": figures["operations_per_second"] / rate}
+
+
+def kernels(bench: Bench, preset: str, attention: Any, mode: str, **more: Any) -> Figures:
+    """Profile a training step: launches and time by class and by kernel."""
+    case = case_of(bench, preset, attention, mode, **more)
+    case.warm()
+    return table_of(kernels_of(case.step, bench.device))
+
+
+def warm(bench: Bench, preset: str, attention: Any, batch_size: int, **more: Any) -> Figures:
+    """Make one eager step, so that the kernels that it compiles are on disk for the rows that time them."""
+    run = bench.run(preset, dtype=more.get("dtype", "bfloat16"), batch_size=batch_size)
+    model = transformer_xl_of(txl.preset(preset)) if more.get("dropout") and not bench.rehearsed else run.model
+    run.model = dataclasses.replace(model, n_layer=2, attention=bench.attention(attention))  # all layers are alike
+    began = time.perf_counter()
+    case = TrainingCase(bench, run, bench.vocabulary(preset))
+    case.step()
+    synchronize(bench.device)
+    return {"step_seconds": time.perf_counter() - began}
+
+
+class WatchedLoop(trainer.TrainingLoop):
+    """A training loop that tells after each step."""
+
+    def watch(self, step: int) -> None:
+        raise NotImplementedError
+
+    def _evaluate_and_save(self, step: int, is_last: bool) -> None:
+        super()._evaluate_and_save(step, is_last)
+        self.watch(step)
+
+
+class Enough(Exception):
+    """Exception by which a watcher ends training."""
+
+
+@contextmanager
+def watched(watch: Callable[[WatchedLoop, int], None]) -> Iterator[None]:
+    """Call a function with the loop and the number of the step after each step of a `Trainer`."""
+    kept = trainer.TrainingLoop
+    trainer.TrainingLoop = type("Watched", (WatchedLoop,), {"watch": watch})
+    try:
+        yield
+    finally:
+        trainer.TrainingLoop = kept
+
+
+def ptb(bench: Bench, batch_size: int, attention: Any = "triton") -> Figures:
+    """Time and profile steps of `ptb` as training makes them, with dropout, averaged weights, and segments of 70.
+
+    The text is made of random words. Times are of the whole loop, all its work on the host included.
+    """
+    run = bench.run("ptb", batch_size=batch_size)
+    if not bench.rehearsed:
+        run.model = txl.preset("ptb").model
+    run.model = dataclasses.replace(run.model, attention=bench.attention(attention, "captured"))
+    warm, timed = 12, 3 if bench.rehearsed else 40
+    change: Figures = {"steps": 10_000, "average_from": 4, "warmup_steps": 1, "eval_every": 0, "checkpoint_every": 0}
+    change |= {"capture": True, "random_segments": False, "log_every": 10_000}
+    run.train = dataclasses.replace(run.train, **change)
+    began, figures, norms = 0.0, Figures(), list[float]()
+    profiled: Figures = {}
+
+    def watch(training_loop: WatchedLoop, step: int) -> None:
+        nonlocal began, profiled
+        if step <= 6:
+            training_loop._settle()
+            norms.append(training_loop.state.counters.last_norm or float("nan"))
+        if step == warm:
+            synchronize(bench.device)
+            began = time.perf_counter()
+        if step == warm + timed:
+            synchronize(bench.device)
+            seconds = (time.perf_counter() - began) / timed
+            figures.update(step_seconds=seconds, tokens_per_second=run.train.tokens_per_step / seconds)
+            try:
+                profiled = table_of(kernels_of(lambda: training_loop._step(1e-4), bench.device))
+            except Exception as error:  # the time is worth keeping
+                profiled = {"profile_error": f"{type(error).__name__}: {error}"}
+            raise Enough
+
+    with tempfile.TemporaryDirectory() as folder:
+        text, words = Path(folder) / "text.txt", bench.vocabulary("ptb") - 2
+        ranks = ranked_tokens(words, 1, max(4 * words, 200 * batch_size * run.train.segment // 4))[0].tolist()
+        lines = [" ".join(f"w{rank}" for rank in ranks[at : at + 20]) for at in range(0, len(ranks), 20)]
+        text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        run.data = txl.config.DataConfig(corpus=str(text), unit="word")
+        with watched(watch), suppress(Enough):
+            trainer.Trainer(
+                run, Path(folder) / "run", device=bench.device, data_dir=Path(folder) / "data", quiet=True
+            ).fit()
+    return figures | {"batch_size": batch_size, "first_norms": norms} | profiled
 
 
 def authors_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Tensor:
@@ -318,11 +437,9 @@ def decoding(bench: Bench, streams: int) -> Figures:
     shape = engine.model.config
     once = bytes_read_once(engine.model, memory)
     of_a_stream = 2 * shape.n_layer * (memory + 1) * shape.n_head * shape.d_head * 2
-    bandwidth = read_bandwidth(device)
+    bandwidth = bench.bandwidth()
     bound = (once + (streams - 1) * of_a_stream) / bandwidth
-    with profile(activities=_activities(device)) as profiler:
-        engine.step()
-    events = [event for event in profiler.key_averages() if re.search("Launch|Memcpy|Synchronize", event.key)]
+    table = table_of(kernels_of(engine.step, device))
     return {
         "streams": streams,
         "memory": memory,
@@ -330,7 +447,7 @@ def decoding(bench: Bench, streams: int) -> Figures:
         "tokens_per_second": streams / seconds,
         "bandwidth": bandwidth,
         "fraction_of_bandwidth": bound / seconds,
-        "launches": {event.key: event.count for event in events},
+        **table,
     }
 
 
@@ -348,27 +465,6 @@ def memory(bench: Bench, attention: Any, length: int) -> Figures:
     return {"length": run.train.segment, "peak_bytes": peak_bytes(run, bench.vocabulary("enwik8-12L"), bench.device)}
 
 
-def kernels(bench: Bench, attention: Any) -> Figures:
-    """Profile a training step by kernel, and return the longest kernels with their shares of the device's time."""
-    run = bench.run("enwik8-12L")
-    run.model = dataclasses.replace(run.model, attention=bench.attention(attention))
-    case = TrainingCase(bench, run, bench.vocabulary("enwik8-12L"))
-    for _ in range(WARM):
-        case.step()
-    with profile(activities=_activities(bench.device)) as profiler:
-        case.step()
-        synchronize(bench.device)
-    on_gpu = bench.device.startswith("cuda")
-    times = {  # on a GPU, an operation's entry repeats the time of its kernels
-        event.key: event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        for event in profiler.key_averages()
-        if not on_gpu or event.device_type.name == "CUDA"
-    }
-    total = sum(times.values())
-    longest = sorted(times.items(), key=lambda item: -item[1])[:25]
-    return {"microseconds": total, "kernels": [{"name": name[:120], "share": each / total} for name, each in longest]}
-
-
 def in_minutes(bench: Bench, minutes: float) -> Figures:
     """Train as `txl train --minutes` does, on sources of the standard library."""
     if bench.rehearsed:
@@ -381,7 +477,7 @@ def in_minutes(bench: Bench, minutes: float) -> Figures:
         began = time.perf_counter()
         chosen = run_in_minutes(minutes, {"data.corpus": str(text)}, bench.device, data, began=began, quiet=True)
         planned = time.perf_counter() - began
-        Trainer(chosen.run, out, device=bench.device, data_dir=data, quiet=True).fit()
+        trainer.Trainer(chosen.run, out, device=bench.device, data_dir=data, quiet=True).fit()
         seconds = time.perf_counter() - began
         last = [each for each in RunDirectory(out).events() if each["event"] == "valid"][-1]
     train = chosen.run.train
@@ -393,7 +489,3 @@ def in_minutes(bench: Bench, minutes: float) -> Figures:
         "bits_per_byte": last["bits_per_byte"],
         "choice": list(chosen.lines),
     }
-
-
-def _activities(device: str) -> Sequence[ProfilerActivity]:
-    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.startswith("cuda") else [])]
