@@ -105,6 +105,7 @@ gpu: $(STAMP)
 # All of it with tiny models on a CPU, so that nothing but the device is new on the day.
 gpu-rehearse: $(STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --rehearse
+	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu --first --rehearse
 	OMP_NUM_THREADS=1 PYTHONPATH=src:. $(BIN)/python -m benchmarks.gpu_ptb --rehearse
 
 lint: $(STAMP)

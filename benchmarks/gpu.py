@@ -341,7 +341,7 @@ def measure(
                 worker.kill()
 
             while left:
-                limit = patience or max(60.0, _PATIENCE * left[0].estimate)
+                limit = patience or (600.0 if bench.rehearsed else max(60.0, _PATIENCE * left[0].estimate))
                 timer = threading.Timer(limit, give_up)
                 timer.start()
                 for line in worker.stdout:
