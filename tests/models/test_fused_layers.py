@@ -15,7 +15,7 @@ from torch import Tensor
 from txl.attention.equations import distances_farthest_first
 from txl.config import TransformerXLConfig
 from txl.models import fused_layers
-from txl.models.fused_layers import fused_hidden_states, why_not_fused
+from txl.models.fused_layers import fused_hidden_states
 from txl.models.layers import LockedDropout
 from txl.models.memory import Memory
 from txl.models.transformer_xl import TransformerXL
@@ -54,7 +54,9 @@ def passes(model: TransformerXL, hidden: Tensor, state: Memory, fused: bool) -> 
     leaf = hidden.clone().requires_grad_()
     if fused:
         distances = distances_farthest_first(state.length + hidden.shape[1], None, hidden.device)
-        last, inputs = fused_hidden_states(model, leaf, state, model._encoded(distances, hidden.dtype))
+        biases = model._shared_biases() or [bias for attention in model.attentions for bias in attention.biases(None)]
+        r = model._encoded(distances, hidden.dtype)
+        last, inputs = fused_hidden_states(model.config, [*model.layers], biases, leaf, state, r)
     else:
         last, after = model._from_hidden(leaf, dataclasses.replace(state, lengths=dataclasses.replace(state.lengths)))
         inputs = list(after.hidden)
@@ -154,7 +156,7 @@ def test_other_models_keep_their_modules(change, reason):
     model = built(dataclasses.replace(TINY, **change), "cpu")
     if "attention" not in change:
         model.backend = dataclasses.replace(model.backend, name="triton")
-    assert reason in (why_not_fused(model, model.init_state(1)) or "")
+    assert reason in (model.why_not_fused(model.init_state(1)) or "")
 
 
 def test_a_hook_or_another_class_of_module_keeps_the_modules():
@@ -163,13 +165,13 @@ def test_a_hook_or_another_class_of_module_keeps_the_modules():
     for attention in model.attentions:
         attention.attend = model.backend
     state = model.init_state(1)
-    assert why_not_fused(model, state) is None
+    assert model.why_not_fused(state) is None
     with torch.no_grad():
         model.u.add_(1)  # other numbers change nothing
-    assert why_not_fused(model, state) is None
+    assert model.why_not_fused(state) is None
     hook = model.attentions[0].register_forward_hook(lambda *_: None)
-    assert "hook" in (why_not_fused(model, state) or "")
+    assert "hook" in (model.why_not_fused(state) or "")
     hook.remove()
-    assert why_not_fused(model, state) is None
+    assert model.why_not_fused(state) is None
     model.attentions[0].q_proj = torch.nn.Sequential(model.attentions[0].q_proj)  # pyright: ignore
-    assert "not a class" in (why_not_fused(model, state) or "")
+    assert "not a class" in (model.why_not_fused(state) or "")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,33 +33,19 @@ from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Dropped, QueryMasks
 from txl.models.memory import Memory
 
-if TYPE_CHECKING:
-    from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
-
 _MULTIPLE = 16  # widths of the padded copies: 32 bytes in bfloat16; heads of this multiple also serve Triton's loads
 
 
-class Weights(NamedTuple):
-    """The weights of all layers, stacked: parameters (float32), their padded copies, or the gradients of either."""
-
-    query: Tensor  # W_q [L,A,E]
-    key: Tensor  # W_{k,E}
-    value: Tensor  # W_v
-    position: Tensor  # W_{k,R}
-    output: Tensor  # W_o [L,E,A]
-    inner: Tensor  # W_1 [L,I,E]
-    outer: Tensor  # W_2 [L,E,I]
-
-
-class Vectors(NamedTuple):
-    """Biases and gains of one layer."""
-
-    attention_gain: Tensor  # of the LayerNorm after attention, [E]
-    attention_shift: Tensor
-    inner_bias: Tensor  # b_1 [I]
-    outer_bias: Tensor  # b_2 [E]
-    outer_gain: Tensor  # of the LayerNorm after the feed-forward sub-layer, [E]
-    outer_shift: Tensor
+# Parameters of a layer: matrices (each the weight of a module), and gains and biases.
+_MATRICES = (
+    *(f"attention.{name}_proj" for name in "qkvro"),  # W_q, W_{k,E}, W_v, W_{k,R} [A,E], W_o [E,A]
+    "feed_forward.inner",  # W_1 [I,E]
+    "feed_forward.outer",  # W_2 [E,I]
+)
+_VECTORS = (
+    *("attention.norm.weight", "attention.norm.bias", "feed_forward.inner.bias", "feed_forward.outer.bias"),
+    *("feed_forward.norm.weight", "feed_forward.norm.bias"),
+)
 
 
 @dataclass(frozen=True)
@@ -73,46 +59,34 @@ class Plan:
     r: Float[Tensor, "S E"]  # R after its dropout
 
 
-def why_not_fused(model: TransformerXL, state: Memory) -> str | None:
-    """Return why the modules must compute a training step themselves; None if `fused_hidden_states` can."""
-    config, layers = model.config, list(model.layers)
-    reasons = {
-        f"attention is {model.backend.name}": model.backend.name != "triton",
-        "gradients flow into memory": state.differentiable,
-        f"encoding is {config.encoding}": config.encoding != "relative",
-        "layers normalise first (pre_norm)": config.pre_norm,
-        "heads are normalised (qk_norm)": config.qk_norm,
-        "dropout_qkv drops single numbers": config.dropout_qkv > 0 and not config.locked_dropout,
-        "layers are compiled": any(layer._compiled_call_impl is not None for layer in layers),
-        "an observer wraps attention": any(own.attend is not model.backend for own in model.attentions),
-        "parameters are sharded": any(type(parameter) is not nn.Parameter for parameter in model.parameters()),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), model.outsider())
-
-
 def fused_hidden_states(
-    model: TransformerXL, hidden: Float[Tensor, "B T E"], state: Memory, r: Float[Tensor, "S E"]
+    config: TransformerXLConfig,
+    layers: Sequence[nn.Module],
+    biases: Sequence[Tensor],
+    hidden: Float[Tensor, "B T E"],
+    state: Memory,
+    r: Float[Tensor, "S E"],
 ) -> tuple[Float[Tensor, "B T E"], list[Float[Tensor, "B T E"]]]:
-    """Return h^N and the inputs h^0, ..., h^{N-1} of all layers in training, from h^0, the memory and R."""
+    """Return h^N and the inputs h^0, ..., h^{N-1} of all layers in training, from h^0, the memory and R.
+
+    Args:
+        config, layers: of a post-norm Transformer-XL without `qk_norm`; `dropout_qkv` only if it is locked.
+        biases: u and v of all layers, or u and v of each layer in turn; [H,D] each.
+        state: the memory, into which no gradients flow.
+        r: R after its dropout, farthest distance first.
+    """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
-    plan = Plan(model.config, state.scope(), dtype, state.hidden, r)
-    matrices, vectors = [], []
-    for layer in model.layers:
-        attention, feed_forward = (
-            cast("TransformerXLLayer", layer).attention,
-            cast("TransformerXLLayer", layer).feed_forward,
-        )
-        inner, outer, norm = feed_forward.inner, feed_forward.outer, attention.norm
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.r_proj, attention.o_proj)
-        matrices.append([linear.weight for linear in (*projections, inner, outer)])
-        vectors.append(
-            [norm.weight, norm.bias, inner.bias, outer.bias, feed_forward.norm.weight, feed_forward.norm.bias]
-        )
-    biases = [model.u, model.v] if model.shares_biases else [of for own in model.attentions for of in (own.u, own.v)]
-    kinds = [matrix for kind in zip(*matrices, strict=True) for matrix in kind]
+
+    def of(layer: nn.Module, name: str) -> Tensor:
+        path, _, last = name.rpartition(".")
+        return getattr(layer.get_submodule(path), last)
+
+    matrices = [of(layer, f"{name}.weight") for name in _MATRICES for layer in layers]
+    vectors = [of(layer, name) for layer in layers for name in _VECTORS]
+    plan = Plan(config, state.scope(), dtype, state.hidden, r)
     with torch.autocast(device, enabled=False):
-        last, *inputs = _Layers.apply(hidden, plan, *biases, *kinds, *(vector for own in vectors for vector in own))
+        last, *inputs = _Layers.apply(hidden, plan, *biases, *matrices, *vectors)  # pyright: ignore
     return last, inputs
 
 
@@ -159,14 +133,13 @@ class _Run:
         self.n_key, self.n_row = self.memory + self.n_new, self.n_new * self.n_lane
         self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
         self.d_attention = self.n_head * self.d_head
-        n_bias = len(parameters) - self.n_layer * (len(Weights._fields) + len(Vectors._fields))
+        n_bias = len(parameters) - self.n_layer * (len(_MATRICES) + len(_VECTORS))
         self.biases = [(parameters[at], parameters[at + 1]) for at in range(0, n_bias, 2)]
-        kinds = parameters[n_bias : n_bias + self.n_layer * len(Weights._fields)]
-        of_layers = parameters[n_bias + len(kinds) :]
+        kinds = parameters[n_bias : n_bias + self.n_layer * len(_MATRICES)]
+        vectors = parameters[n_bias + len(kinds) :]
         stacks = [torch.stack(list(kinds[at : at + self.n_layer])) for at in range(0, len(kinds), self.n_layer)]
-        self.weights = self._copies(Weights(*stacks))
-        n_vector = len(Vectors._fields)
-        self.vectors = [Vectors(*of_layers[at : at + n_vector]) for at in range(0, len(of_layers), n_vector)]
+        self.weights = self._copies(stacks)
+        self.vectors = [vectors[at : at + len(_VECTORS)] for at in range(0, len(vectors), len(_VECTORS))]
         self.kept: list[_Kept] = []
         self._draw()
 
@@ -176,7 +149,7 @@ class _Run:
     # Weights: padded copies for the products; gradients back from the padded shape.
 
     def _shapes(self) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Return for each field of `Weights` the padded shape, split into heads, and the part with true numbers."""
+        """Return for each kind of matrix the padded shape, split into heads, and the part with true numbers."""
         config, everything = self.config, slice(None)
         head = slice(config.d_head), slice(config.d_model)
         by_head = (self.n_layer, self.n_head, self.d_head, self.d_model), (everything, everything, *head)
@@ -191,7 +164,7 @@ class _Run:
         ]
 
     def _blank(self, zeros: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors for padded weights, [L,rows,columns] each, and views of them with the fields of `Weights`.
+        """Return tensors for padded weights, [L,rows,columns] each, and the parts of each kind of matrix.
 
         Rows of W_k and W_v alternate by heads, so that one product gives keys and values side by side.
         """
@@ -214,7 +187,7 @@ class _Run:
         ]
         return whole, views
 
-    def _copies(self, stacked: Weights) -> list[Tensor]:
+    def _copies(self, stacked: list[Tensor]) -> list[Tensor]:
         config = self.config
         true, padded = (config.d_model, config.d_head, config.d_inner), (self.d_model, self.d_head, self.d_inner)
         whole, views = self._blank(zeros=true != padded)
@@ -285,7 +258,8 @@ class _Run:
         for layer in range(self.n_layer):
             inputs.append(rows)
             context = self.context[layer].view(-1, width)
-            (after_output, after_relu, after_outer), own = self.drops[layer], self.vectors[layer]
+            after_output, after_relu, after_outer = self.drops[layer]
+            gain, shift, inner_bias, outer_bias, outer_gain, outer_shift = self.vectors[layer]
             query = context[self.memory * self.n_lane :] @ w_query[layer].t()
             both = (context @ w_both[layer].t()).view(self.n_key, self.n_lane, self.n_head, 2, self.d_head)
             u, v = self.biases[layer % len(self.biases)]
@@ -296,12 +270,12 @@ class _Run:
             )
             update = attended.view(n_row, -1) @ w_output[layer].t()
             first = fused_rows.residual_norm(
-                rows, update, None, after_output, own.attention_gain, own.attention_shift,
+                rows, update, None, after_output, gain, shift,
                 config.layer_norm_eps, config.d_model,
             )  # fmt: skip
-            relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), own.inner_bias, after_relu)
+            relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), inner_bias, after_relu)
             second = fused_rows.residual_norm(
-                first.hidden, relu @ w_outer[layer].t(), own.outer_bias, after_outer, own.outer_gain, own.outer_shift,
+                first.hidden, relu @ w_outer[layer].t(), outer_bias, after_outer, outer_gain, outer_shift,
                 config.layer_norm_eps, config.d_model, self.context[layer + 1, self.memory :].view(n_row, width),
             )  # fmt: skip
             rows = second.hidden
@@ -326,17 +300,17 @@ class _Run:
         n_query_program = fused_rows.n_program(n_row)
         of_biases = self._empty(self.n_layer, n_query_program, 2, self.d_attention, dtype=torch.float32)
         for layer in reversed(range(self.n_layer)):
-            kept, own = self.kept.pop(), self.vectors[layer]
+            kept, (gain, *_, outer_gain, _) = self.kept.pop(), self.vectors[layer]
             after_output, after_relu, after_outer = self.drops[layer]
             rows, update = fused_rows.residual_norm_backward(
-                rows, low, kept.outer_norm, own.outer_gain, after_outer, of_norms[layer, 1], self.plan.dtype
+                rows, low, kept.outer_norm, outer_gain, after_outer, of_norms[layer, 1], self.plan.dtype
             )
             torch.mm(update.t(), kept.relu, out=g_outer[layer])
             factor = self.inner_factor if after_relu is not None else 1.0
             inner = fused_rows.relu_bias_backward(update @ w_outer[layer], kept.relu, factor, of_inner[layer])
             torch.mm(inner.t(), kept.attention_norm.low, out=g_inner[layer])
             rows, update = fused_rows.residual_norm_backward(
-                rows, inner @ w_inner[layer], kept.attention_norm, own.attention_gain, after_output, of_norms[layer, 0]
+                rows, inner @ w_inner[layer], kept.attention_norm, gain, after_output, of_norms[layer, 0]
             )
             torch.mm(update.t(), kept.attended.view(n_row, -1), out=g_output[layer])
             above, both = (update @ w_output[layer]).view(kept.attended.shape), torch.empty_like(kept.keys_values)
@@ -363,9 +337,10 @@ class _Run:
     ) -> list[Tensor]:
         config = self.config
         matrices = []
-        for name, view in zip(Weights._fields, views, strict=True):
+        for name, view in zip(_MATRICES, views, strict=True):
             wide = view.to(torch.float32, memory_format=torch.contiguous_format)
-            wide = wide.flatten(2, 3) if name == "output" else wide.flatten(1, 2) if wide.ndim == 4 else wide
+            if name.startswith("attention"):  # split into heads
+                wide = wide.flatten(2, 3) if name.endswith("o_proj") else wide.flatten(1, 2)
             matrices += wide.unbind()
         norms, inner = of_norms.sum(2)[..., : config.d_model], of_inner.sum(1)[:, : config.d_inner]
         biases = of_biases.sum(1).unflatten(-1, (self.n_head, self.d_head))[..., : config.d_head]  # [L,2,H,D]

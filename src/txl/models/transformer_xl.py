@@ -27,7 +27,7 @@ from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
 from txl.models.family import FamilyModel
-from txl.models.fused_layers import fused_hidden_states, why_not_fused
+from txl.models.fused_layers import fused_hidden_states
 from txl.models.initial_weights import init_induction
 from txl.models.language_model import check_targets
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
@@ -284,9 +284,10 @@ class TransformerXL(FamilyModel[Memory]):
             if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
                 raise refusal
             r = self.phase_tables.phases(scope, n_new, n_lane, state.capacity, dtype, device)
-        if hidden.is_cuda and self.training and torch.is_grad_enabled() and why_not_fused(self, state) is None:
+        if hidden.is_cuda and self.training and torch.is_grad_enabled() and self.why_not_fused(state) is None:
             assert isinstance(r, Tensor)
-            hidden, layer_inputs = fused_hidden_states(self, hidden, state, r)
+            biases = self._shared_biases() or [bias for attention in self.attentions for bias in attention.biases(None)]
+            hidden, layer_inputs = fused_hidden_states(self.config, [*self.layers], biases, hidden, state, r)
             return hidden, state.after_hidden(layer_inputs)
         layer_inputs = []  # h^{n-1} of every layer n becomes its memory m^{n-1} (Section 3.2)
         for layer, memory in zip(self.layers, state.hidden, strict=True):
@@ -379,11 +380,23 @@ class TransformerXL(FamilyModel[Memory]):
         """Return a record of the model as it is now; while it holds, projections of memory are not computed again."""
         return Frozen(self, _OWN)
 
-    def outsider(self) -> str | None:
-        """Return which module must be called itself (`Frozen.outsider`), also while the weights change."""
+    def why_not_fused(self, state: Memory) -> str | None:
+        """Return why the modules must compute a training step on a GPU; None if `fused_hidden_states` can."""
+        config = self.config
         if self._structure is None or not self._structure.structure_holds():
             self._structure = self.freeze()
-        return self._structure.outsider
+        reasons = {
+            f"attention is {self.backend.name}": self.backend.name != "triton",
+            "gradients flow into memory": state.differentiable,
+            f"encoding is {config.encoding}": config.encoding != "relative",
+            "layers normalise first (pre_norm)": config.pre_norm,
+            "heads are normalised (qk_norm)": config.qk_norm,
+            "dropout_qkv drops single numbers": config.dropout_qkv > 0 and not config.locked_dropout,
+            "layers are compiled": any(layer._compiled_call_impl is not None for layer in self.layers),
+            "an observer wraps attention": any(own.attend is not self.backend for own in self.attentions),
+            "parameters are sharded": any(type(parameter) is not nn.Parameter for parameter in self.parameters()),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), self._structure.outsider)
 
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor
