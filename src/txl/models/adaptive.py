@@ -12,7 +12,7 @@ width of a model's hidden states, K softmaxes of a mixture.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ from txl.config import ModelConfig
 from txl.devices import runs_ahead
 from txl.errors import UserError
 from txl.models.layers import make_dropout
-from txl.models.loss import at_least_float32, linear_cross_entropy
+from txl.models.loss import MAX_LOGITS_CUDA, at_least_float32, fused_dtype, linear_cross_entropy
 from txl.native.operations import linear
 
 
@@ -66,7 +66,11 @@ class AdaptiveEmbedding(nn.Module):
         A common table is split once, not sliced per cluster: the gradient of each slice would be as large as the table.
         """
         parts = list(self.tables if tables is None else tables)
-        return parts if self.split else list(parts[0].split([end - first for first, end in self.bounds]))
+        return (
+            parts
+            if self.split or len(self.bounds) == 1
+            else list(parts[0].split([end - first for first, end in self.bounds]))
+        )
 
     def projection(self, cluster: int) -> Float[Tensor, "E _"] | None:
         """Return the projection [E, d_i] of a cluster's embeddings to d_model; None if there is none."""
@@ -158,26 +162,69 @@ class AdaptiveSoftmax(nn.Module):
         cluster = sum((targets >= first).long() for first, _ in self.bounds[1:])
         assert isinstance(cluster, Tensor)
         head_target = torch.where(cluster == 0, targets, self.bounds[0][1] - 1 + cluster)
+        tails = self._tails(targets, cluster, tail_rows)
+        if (dtype := fused_dtype(hidden, self.bias)) is not None:
+            return self._fused_nll(hidden, inner, head_target, tails, embedding, dtype)
         weight, bias = self._layer(tables, 0)
         head = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
         nll = losses(inner, *head, head_target)  # every target
         del head  # without gradients nothing else holds it
+        for tail, (places, inside, meant) in enumerate(tails, start=1):
+            if places.numel():
+                rows = self._projected(hidden[places], embedding, tail)
+                within = losses(rows, *self._layer(tables, tail), inside)
+                nll = nll.index_add(0, places, within if meant is None else torch.where(meant, within, 0))
+        return nll
+
+    def _tails(
+        self, targets: Tensor, cluster: Tensor, tail_rows: Sequence[int] | None
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Yield for each tail cluster the places of its targets, the targets counted from its first, and a mask.
+
+        With `tail_rows`, other places follow until the rows are full, without waiting for the device, and the mask says
+        which are meant; None: all.
+        """
         for tail, (first, _) in enumerate(self.bounds[1:], start=1):  # only the targets of that cluster
             here = cluster == tail
             if tail_rows is None:
                 places = here.nonzero().squeeze(1)
-            else:
-                # The places of the targets, then other places until the rows are full, without waiting for the device.
-                order = torch.where(here, here.cumsum(0) - 1, here.sum() + (~here).cumsum(0) - 1)
-                numbers = torch.arange(len(here), device=here.device)
-                places = torch.empty_like(order).scatter_(0, order, numbers)[: tail_rows[tail - 1]]
+                yield places, targets[places] - first, None
+                continue
+            order = torch.where(here, here.cumsum(0) - 1, here.sum() + (~here).cumsum(0) - 1)
+            numbers = torch.arange(len(here), device=here.device)
+            places = torch.empty_like(order).scatter_(0, order, numbers)[: tail_rows[tail - 1]]
+            meant = here[places]
+            yield places, torch.where(meant, targets[places] - first, 0), meant
+
+    def _fused_nll(
+        self,
+        hidden: Tensor,
+        inner: Tensor,
+        head_target: Tensor,
+        tails: Iterator[tuple[Tensor, Tensor, Tensor | None]],
+        embedding: AdaptiveEmbedding,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Compute `nll` of all clusters in one function, which writes the gradient of a common table only once."""
+        from txl.models.loss_kernels import Cluster, Slice, fused_cross_entropies
+
+        tables = list(self.own_tables if self.has_own_tables else embedding.tables)
+        n_table, n_tail = len(tables), len(self.bounds) - 1
+        tensors = [*tables, self.cluster_weight, self.bias, self.cluster_bias]
+        classes = [
+            [Slice(place, 0, end - first) if embedding.split else Slice(0, first, end), Slice(n_table + 1, first, end)]
+            for place, (first, end) in enumerate(self.bounds)
+        ]
+        of_tails = Slice(n_table, 0, n_tail), Slice(n_table + 2, 0, n_tail)
+        clusters, added = [Cluster(inner, head_target, *zip(classes[0], of_tails, strict=True))], []
+        for tail, (places, inside, meant) in enumerate(tails, start=1):
             if places.numel():
-                rows = self._projected(hidden[places], embedding, tail)
-                inside, meant = targets[places] - first, here[places]
-                if tail_rows is not None:
-                    inside = torch.where(meant, inside, 0)
-                within = losses(rows, *self._layer(tables, tail), inside)
-                nll = nll.index_add(0, places, within if tail_rows is None else torch.where(meant, within, 0))
+                rows = self._projected(hidden.index_select(0, places), embedding, tail)
+                clusters.append(Cluster(rows, inside, *zip(classes[tail], strict=True)))
+                added.append((places, meant))
+        nll, *others = fused_cross_entropies(clusters, tensors, dtype, MAX_LOGITS_CUDA)
+        for (places, meant), within in zip(added, others, strict=True):
+            nll = nll.index_add(0, places, within if meant is None else torch.where(meant, within, 0))
         return nll
 
     def log_probs(self, hidden: Float[Tensor, "N E"], embedding: AdaptiveEmbedding) -> Float[Tensor, "N V"]:
@@ -211,7 +258,7 @@ class AdaptiveSoftmax(nn.Module):
     def _layer(self, tables: list[Tensor], cluster: int) -> tuple[Tensor, Tensor]:
         """Return weight [V_i,d_i] and bias [V_i] of a cluster's logits."""
         first, end = self.bounds[cluster]
-        return tables[cluster], self.bias[first:end]
+        return tables[cluster], self.bias if len(self.bounds) == 1 else self.bias[first:end]
 
 
 def _logits(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -5,13 +5,15 @@ Shapes: N rows, E features, V classes; B lanes, T tokens of a segment.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from txl.config import LossName, validate_temperature
@@ -20,8 +22,9 @@ from txl.native.tensors import transforms_are_active
 
 # Number of rows for the targets of each tail cluster of an adaptive softmax.
 TailRows = tuple[int, ...]
-# Largest number of logits that exist at a time: 128 MiB in float32.
+# Largest number of logits that exist at a time: 128 MiB in float32 on a CPU, and on a GPU 1 GiB in bfloat16.
 MAX_LOGITS = 1 << 25
+MAX_LOGITS_CUDA = 1 << 29
 # `ignore_index` that is no class (PyTorch's default silently gives target -100 a loss of 0).
 _NEVER = -(2**62)
 
@@ -68,15 +71,22 @@ def linear_cross_entropy(
     """Return -log softmax(hidden W^T + b)[target], row by row, in float32 also under autocast (float64 for float64).
 
     Up to `max_logits` logits are computed at once, by PyTorch's linear layer. The cross-entropy is then computed on a
-    CPU by the compiled library, which reads the logits in their own dtype, and elsewhere by PyTorch. More logits are
-    computed in chunks of rows, discarded at once and computed again in the backward pass: this keeps memory constant
-    for one more matrix product. Chunks have no second derivatives; within transforms of `torch.func` there are none.
+    CPU by the compiled library, which reads the logits in their own dtype, on a GPU by kernels that do the same
+    (`fused_dtype`), and elsewhere by PyTorch. More logits are computed in chunks of rows, discarded at once and
+    computed again in the backward pass: this keeps memory constant for one more matrix product. Chunks and kernels have
+    no second derivatives; within transforms of `torch.func` there are none of either.
 
     Args:
-        max_logits: largest number of logits that exist at a time (at least one row); None: `MAX_LOGITS`.
-        compiled: False leaves losses with gradients to PyTorch, so that a run does not depend on the library.
+        max_logits: largest number of logits that exist at a time (at least one row); None: that of the device.
+        compiled: False leaves losses with gradients on a CPU to PyTorch, so that a run does not depend on the library.
     """
-    max_logits = MAX_LOGITS if max_logits is None else max_logits
+    if max_logits is None:
+        max_logits = MAX_LOGITS_CUDA if hidden.is_cuda else MAX_LOGITS
+    if (dtype := fused_dtype(hidden, weight, bias)) is not None:
+        from txl.models.loss_kernels import Cluster, Slice, fused_cross_entropies
+
+        classes = (Slice(0, 0, len(weight)),), (Slice(1, 0, len(bias)),)
+        return fused_cross_entropies([Cluster(hidden, targets, *classes)], [weight, bias], dtype, max_logits)[0]
     compiled = compiled or not torch.is_grad_enabled()
     if hidden.shape[0] * weight.shape[0] <= max_logits or transforms_are_active():
         logits = linear(hidden, weight, bias, few=False)
@@ -89,6 +99,31 @@ def linear_cross_entropy(
     with torch.autocast(device, enabled=False):
         rows = max(1, max_logits // weight.shape[0])
         return _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, rows, compiled)  # pyright: ignore[reportReturnType]
+
+
+def fused_dtype(hidden: Tensor, *parameters: Tensor) -> torch.dtype | None:
+    """Return the dtype of the products if `txl.models.loss_kernels` computes a loss, else None.
+
+    It does on NVIDIA GPUs with Triton in float32, bfloat16 and float16, but not within transforms of `torch.func` and
+    while `torch.compile` traces.
+    """
+    plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in (hidden, *parameters))
+    if not (hidden.is_cuda and plain) or torch.compiler.is_compiling() or transforms_are_active():
+        return None
+    dtype = hidden.dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    elif any(parameter.dtype != dtype for parameter in parameters):
+        return None  # PyTorch refuses such products
+    known = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return dtype if known and _has_kernels(hidden.device) else None
+
+
+@functools.cache  # the hardware does not change
+def _has_kernels(device: torch.device) -> bool:
+    if importlib.util.find_spec("triton") is None or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (7, 5)  # as Triton requires
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
