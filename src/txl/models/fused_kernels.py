@@ -39,15 +39,15 @@ def _kept(seed, row, first, site, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, B
 
 @triton.jit
 def _dropped(
-    numbers, row, column, first, inside, mask, mask_row, seed_at, n_lane, site, factor,
+    numbers, row, column, first, inside, mask, mask_row, seed, n_lane, site, factor,
     MASK_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Apply locked dropout if there is a mask, or counted dropout if there is a seed."""
+    """Apply locked dropout if there is a mask, or counted dropout if there is a threshold."""
     if mask is not None:
         place = (row % n_lane)[:, None] * mask_row + column[None, :]
         numbers *= tl.load(mask + place, mask=inside & (column < MASK_WIDTH)[None, :], other=0.0).to(tl.float32)
-    if seed_at is not None:
-        kept = _kept(tl.load(seed_at), row, first, site, THRESHOLD, ROWS, BLOCK)
+    if THRESHOLD > 0:
+        kept = _kept(seed, row, first, site, THRESHOLD, ROWS, BLOCK)
         numbers = tl.where(kept, numbers * factor, 0.0)
     return numbers
 
@@ -57,7 +57,7 @@ def residual_norm_kernel(
     residual, update, bias, gamma, beta, mask, seed_at, hidden, low, total, mean, rstd,
     mask_row, n_row, n_lane, site, factor, eps,
     D_MODEL: tl.constexpr, WIDTH: tl.constexpr, MASK_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute total = residual + drop(update + bias) and its LayerNorm, in float32 and in the dtype of `low`.
 
@@ -72,13 +72,16 @@ def residual_norm_kernel(
         site: number of this dropout in the step.
         factor: 1 / (1 - p).
         THRESHOLD: p 2^32.
+        STAGES: of the pipeline: the next STAGES - 1 tiles are loaded ahead.
     """
+    # Four numbers of each tensor for a thread: with eight, two lines of float32 would be read or written in turns.
     column = tl.max_contiguous(tl.arange(0, BLOCK), 4)
     true = column < D_MODEL
     gain, shift = tl.load(gamma + column, mask=true, other=0.0), tl.load(beta + column, mask=true, other=0.0)
     if bias is not None:
         offset = tl.load(bias + column, mask=true, other=0.0)
-    for tile in range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0)):
+    seed = 0 if seed_at is None else tl.load(seed_at)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n_row)[:, None] & (column < WIDTH)[None, :]
         place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -86,7 +89,7 @@ def residual_norm_kernel(
         if bias is not None:
             added += offset[None, :]
         added = _dropped(
-            added, row, column, 0, inside, mask, mask_row, seed_at, n_lane, site, factor,
+            added, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
             MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
         )  # fmt: skip
         z = tl.where(true[None, :], tl.load(residual + place, mask=inside, other=0.0) + added, 0.0)
@@ -106,7 +109,7 @@ def residual_norm_backward_kernel(
     grad_hidden, grad_low, total, mean, rstd, gamma, mask, seed_at, grad_residual, grad_update, partial,
     mask_row, partial_program, partial_kind, n_row, n_lane, site, factor,
     D_MODEL: tl.constexpr, WIDTH: tl.constexpr, MASK_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of `residual_norm_kernel`.
 
@@ -122,7 +125,8 @@ def residual_norm_backward_kernel(
     of_gamma = tl.zeros([ROWS, BLOCK], tl.float32)
     of_beta = tl.zeros([ROWS, BLOCK], tl.float32)
     of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0)):
+    seed = 0 if seed_at is None else tl.load(seed_at)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n_row)[:, None] & (column < WIDTH)[None, :]
         place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -146,7 +150,7 @@ def residual_norm_backward_kernel(
         grad = tl.where(true[None, :], grad, 0.0)
         tl.store(grad_residual + place, grad, mask=inside)
         grad = _dropped(
-            grad, row, column, 0, inside, mask, mask_row, seed_at, n_lane, site, factor,
+            grad, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
             MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
         )  # fmt: skip
         grad = tl.where(true[None, :], grad, 0.0)
@@ -174,6 +178,7 @@ def relu_bias_kernel(
     column = first + tl.arange(0, BLOCK)
     true = column < D_INNER
     offset = tl.load(bias + column, mask=true, other=0.0)
+    seed = 0 if seed_at is None else tl.load(seed_at)
     for tile in range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n_row)[:, None] & (column < WIDTH)[None, :]
@@ -181,7 +186,7 @@ def relu_bias_kernel(
         sums = tl.load(inner + place, mask=inside, other=0.0).to(tl.float32) + offset[None, :]
         # Not `maximum`, which may return 0 where the sum is not a number.
         active = _dropped(
-            tl.where(sums < 0.0, 0.0, sums), row, column, first, inside, mask, mask_row, seed_at, n_lane, site, factor,
+            tl.where(sums < 0.0, 0.0, sums), row, column, first, inside, mask, mask_row, seed, n_lane, site, factor,
             MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
         )  # fmt: skip
         active = tl.where(true[None, :], active, 0.0)

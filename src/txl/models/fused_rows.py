@@ -21,10 +21,32 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-# Four programs for each of the 132 multiprocessors of an H100 or H200: as many as these run at a time.
+# Most programs that compute sums over rows: each of the 132 multiprocessors of an H100 or H200 runs four at a time,
+# as the kernels' registers allow; every program writes its sums, so more would write more.
 MOST_PROGRAMS = 528
-_ROWS = 4  # of a tile
-_COLUMNS = 256  # of a tile, in kernels that need no whole rows
+
+
+class Tile(NamedTuple):
+    """What a program computes at a time, and Triton's options."""
+
+    rows: int
+    columns: int
+    warps: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of a launch."""
+        return {"ROWS": self.rows, "BLOCK": self.columns, "num_warps": self.warps, "enable_fp_fusion": True}
+
+
+PART = Tile(4, 256, 4)
+"""For kernels that need no whole rows: 16 bytes a thread in 16 bits."""
+
+
+def whole_rows(width: int) -> Tile:
+    """Return the tile of kernels that need whole rows: 8 numbers a thread, more rows if they are short."""
+    columns = 1 << (width - 1).bit_length()
+    return Tile(max(1, 1024 // columns), columns, max(4, columns // 256))
 
 
 class Counted(NamedTuple):
@@ -65,7 +87,7 @@ class QueryMasks(NamedTuple):
 
 def n_program(n_row: int) -> int:
     """Return the number P of programs that compute sums over rows, for N rows."""
-    return min(MOST_PROGRAMS, math.ceil(n_row / _ROWS))
+    return min(MOST_PROGRAMS, math.ceil(n_row / PART.rows))
 
 
 def residual_norm(
@@ -92,9 +114,12 @@ def residual_norm(
     hidden, total = torch.empty_like(residual), torch.empty_like(residual)
     low = torch.empty_like(update) if out_low is None else out_low
     mean, rstd = residual.new_empty(n_row), residual.new_empty(n_row)
-    _kernels().residual_norm_kernel[(n_program(n_row),)](
+    tile = whole_rows(width)
+    n_tile = math.ceil(n_row / tile.rows)
+    _kernels().residual_norm_kernel[(min(2 * MOST_PROGRAMS, n_tile),)](  # no sums, and half of the registers
         residual=residual, update=update, bias=bias, gamma=gamma, beta=beta, hidden=hidden, low=low, total=total,
-        mean=mean, rstd=rstd, n_row=n_row, eps=eps, **_of_dropout(dropout, n_row, width), **_whole_rows(d_model, width),
+        mean=mean, rstd=rstd, n_row=n_row, eps=eps, D_MODEL=d_model, WIDTH=width, STAGES=2,
+        **_of_dropout(dropout, n_row, width), **tile.arguments,
     )  # fmt: skip
     return Normed(hidden, low, total, mean, rstd)
 
@@ -128,8 +153,8 @@ def residual_norm_backward(
     assert partial.shape == (n_program(n_row), 3, width)
     _kernels().residual_norm_backward_kernel[(n_program(n_row),)](
         grad_hidden=grad_hidden, grad_low=grad_low, total=total, mean=mean, rstd=rstd, gamma=gamma,
-        grad_residual=grad_residual, grad_update=grad_update, **_of_partial(partial), n_row=n_row,
-        **_of_dropout(dropout, n_row, width), **_whole_rows(len(gamma), width),
+        grad_residual=grad_residual, grad_update=grad_update, n_row=n_row, D_MODEL=len(gamma), WIDTH=width, STAGES=3,
+        **_of_partial(partial), **_of_dropout(dropout, n_row, width), **whole_rows(width).arguments,
     )  # fmt: skip
     return grad_residual, grad_update
 
@@ -140,7 +165,7 @@ def relu_bias(inner: Float[Tensor, "N W"], bias: Float[Tensor, " I"], dropout: D
     _check(inner, bias)
     _kernels().relu_bias_kernel[_grid(n_row, width)](
         inner=inner, bias=bias, n_row=n_row, D_INNER=len(bias), WIDTH=width,
-        **_of_dropout(dropout, n_row, width), **_tiles(),
+        **_of_dropout(dropout, n_row, width), **PART.arguments,
     )  # fmt: skip
     return inner
 
@@ -160,7 +185,7 @@ def relu_bias_backward(
     _check(grad, kept)
     assert partial.shape == (n_program(n_row), width)
     _kernels().relu_bias_backward_kernel[_grid(n_row, width)](
-        grad=grad, kept=kept, **_of_partial(partial), n_row=n_row, factor=factor, WIDTH=width, **_tiles()
+        grad=grad, kept=kept, **_of_partial(partial), n_row=n_row, factor=factor, WIDTH=width, **PART.arguments
     )
     return grad
 
@@ -188,7 +213,7 @@ def queries(
     query_u, query_v = torch.empty_like(query), torch.empty_like(query)
     _kernels().queries_kernel[_grid(n_row, width)](
         query=query, u=u, v=v, value=value, query_u=query_u, query_v=query_v, n_row=n_row,
-        **_of_values(value, masks), D_HEAD=u.shape[1], HEAD=width // n_head, WIDTH=width, **_tiles(),
+        **_of_values(value, masks), D_HEAD=u.shape[1], HEAD=width // n_head, WIDTH=width, **PART.arguments,
     )  # fmt: skip
     return query_u, query_v
 
@@ -214,7 +239,7 @@ def queries_backward(
     assert partial.shape == (n_program(n_row), 2, width)
     _kernels().queries_backward_kernel[_grid(n_row, width)](
         grad_u=grad_query_u, grad_v=grad_query_v, grad_value=grad_value, grad_query=grad_query, n_row=n_row,
-        **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **_tiles(),
+        **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **PART.arguments,
     )  # fmt: skip
     return grad_query
 
@@ -229,17 +254,8 @@ def _check(*tensors: Tensor | None) -> None:
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
-def _whole_rows(d_model: int, width: int) -> dict[str, int]:
-    block = 1 << (width - 1).bit_length()
-    return {"D_MODEL": d_model, "WIDTH": width, "ROWS": _ROWS, "BLOCK": block, "num_warps": 8 if block > 512 else 4}
-
-
-def _tiles() -> dict[str, int]:
-    return {"ROWS": _ROWS, "BLOCK": _COLUMNS, "num_warps": 4}
-
-
 def _grid(n_row: int, width: int) -> tuple[int, int]:
-    return n_program(n_row), math.ceil(width / _COLUMNS)
+    return n_program(n_row), math.ceil(width / PART.columns)
 
 
 def _of_dropout(dropout: Dropped, n_row: int, width: int) -> dict[str, Any]:
