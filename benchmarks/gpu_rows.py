@@ -292,7 +292,12 @@ class Enough(Exception):
 def watched(watch: Callable[[WatchedLoop, int], None]) -> Iterator[None]:
     """Call a function with the loop and the number of the step after each step of a `Trainer`."""
     kept = trainer.TrainingLoop
-    trainer.TrainingLoop = type("Watched", (WatchedLoop,), {"watch": watch})
+
+    class Watched(WatchedLoop):
+        def watch(self, step: int) -> None:
+            watch(self, step)
+
+    trainer.TrainingLoop = Watched
     try:
         yield
     finally:
