@@ -6,9 +6,12 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
+from txl import cli
+from txl.commands import presets as presets_command
 from txl.commands.parser import build_parser
-from txl.errors import Field, RunInterrupted, UserError
+from txl.errors import Field, RunInterrupted, UserError, is_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,53 @@ def test_a_setting_is_told_by_the_option_of_the_command(words, field, option):
     command = parser.chosen(parser.parse_args(words))
     error = UserError(field=field, value=1, remedy=("set ", Field(field, 0)))
     assert error.text(command.name_of) == f"{option} is 1; set {option} 0"
+
+
+def after(first: Exception, second: Exception) -> Exception:
+    """Return the second exception as it is raised while the first one is handled."""
+    try:
+        try:
+            raise first
+        finally:
+            raise second
+    except Exception as error:
+        return error
+
+
+CAPTURE = "CUDA error: operation failed due to a previous error during capture"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("CUDA driver error: cudaErrorMemoryAllocation"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (after(torch.OutOfMemoryError("CUDA out of memory."), torch.AcceleratorError(CAPTURE)), True),
+        (after(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED"), RuntimeError(CAPTURE)), True),
+        (after(RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED"), RuntimeError(CAPTURE)), False),
+        (after(torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("a shape is wrong")), False),
+        (RuntimeError(CAPTURE), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_says_that_memory_is_not_enough(error, expected):
+    assert is_out_of_memory(error) is expected
+
+
+def test_memory_that_ends_within_a_recording_gives_one_line(monkeypatch, capsys):
+    error = after(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), torch.AcceleratorError(CAPTURE))
+
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(presets_command, "run", fails)
+    assert cli.main(["presets"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "txl: error: out of memory; use a smaller model, batch, segment or memory"
+    )

@@ -156,10 +156,18 @@ def cause(error: Exception) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error says that a tensor does not fit into memory."""
-    # PyTorch has no single class for this; the last wording is that for sizes beyond 64 bits.
-    wordings = ("out of memory", "not enough memory", "can't allocate", "calculation overflowed")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
+    # PyTorch has no single class for this. Libraries of a GPU (cuBLAS, cuDNN) have names for it; the last wording is
+    # that for sizes beyond 64 bits.
+    wordings = ("out of memory", "not enough memory", "can't allocate", "ALLOC_FAILED", "MemoryAllocation")
+    wordings += ("calculation overflowed",)
+    says_so = isinstance(error, RuntimeError) and any(wording in str(error) for wording in wordings)
+    # The end of a recording that failed raises an exception of its own.
+    first = error.__cause__ or error.__context__
+    ends_recording = isinstance(error, RuntimeError) and "captur" in str(error)
+    return (
+        isinstance(error, MemoryError)
+        or says_so
+        or (ends_recording and isinstance(first, Exception) and is_out_of_memory(first))
     )
 
 

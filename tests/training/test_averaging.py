@@ -26,6 +26,7 @@ def averaged(values: list[float], mu: float | None = None) -> float:
     average = WeightAverage(model, mu)
     for value in values:
         model.weight.data.fill_(value)
+        average.prepare()
         average.update(model)
     assert average.count == len(values)
     return average.model.get_parameter("weight").item()
@@ -47,8 +48,10 @@ def test_the_model_goes_on_from_its_own_weights():
     model: Any = nn.Linear(2, 2)
     average = WeightAverage(model)
     before = model.weight.detach().clone()
+    average.prepare()
     average.update(model)
     model.weight.data.add_(2.0)
+    average.prepare()
     average.update(model)
     torch.testing.assert_close(model.weight.detach(), before + 2)
     torch.testing.assert_close(average.model.get_parameter("weight").detach(), before + 1)

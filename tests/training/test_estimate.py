@@ -34,9 +34,9 @@ def train(run: RunConfig, steps: int, vocab_size: int) -> None:
     average = None if train.average_from is None else WeightAverage(model)
     for _ in range(steps):
         tokens = torch.randint(256, (train.batch_size, train.segment))
-        states = training_step(model, optimizer, StepInputs(tokens, tokens, states), train).states
         if average is not None:
-            average.update(model)
+            average.prepare()
+        states = training_step(model, optimizer, StepInputs(tokens, tokens, states, average=average), train).states
 
 
 def kilobytes(name: str) -> int:

@@ -39,7 +39,8 @@ def whole_pytorch(monkeypatch):
     """Provide stand-ins for autocast and fused Adam, which PyTorch lacks on the meta device."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
-    monkeypatch.setattr(torch, "_fused_adam_", lambda *_, **__: None)
+    for update in ("_fused_adam_", "_fused_sgd_"):
+        monkeypatch.setattr(torch, update, lambda *_, **__: None)
 
 
 SHAPE = TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=12, mem_len=6)
@@ -68,9 +69,9 @@ def test_a_step_does_not_wait_for_the_device(model, optimizer, whole_pytorch):
     for _ in range(2):
         with Waits():
             tokens, targets = sent(text[:, :-1], AHEAD), sent(text[:, 1:], AHEAD)
-            inputs = StepInputs(tokens, targets, states, void=void, tail_rows=rows)
+            average.prepare()
+            inputs = StepInputs(tokens, targets, states, void=void, tail_rows=rows, average=average)
             result = training_step(made, optimizer, inputs, train_config)
-            average.update(made, result.skipped)
         states, void = result.states, result.skipped
         with pytest.raises(Exception, match="meta"):
             result.result()
@@ -230,6 +231,8 @@ def recording(monkeypatch):
         {"train.steps": "45", "train.batch_size": "8", "train.epoch_shift": "3"},
         {"train.steps": "40", "train.random_segments": "true"},
         {"train.steps": "40", "train.reset_memory": "0.3"},
+        {"train.steps": "30", "train.average_from": "15", "train.average_mu": "0.2"},
+        {"train.steps": "40", "train.average_from": "25", "train.random_segments": "true", "train.reset_memory": "0.1"},
         {"train.steps": "40", "train.reset_memory": "0.3", "train.micro_batches": "2", "train.optimizer": "muon"},
     ],
     ids=str,
@@ -244,7 +247,10 @@ def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monk
             if name == "eager":
                 patch.setattr(loop_module, "CapturedStep", lambda: loop_module.training_step)
             train(run, tmp_path / name, data_dir)
-    assert len(recording) == 1 if "train.random_segments" not in options else len(recording) > 2
+    if "train.random_segments" in options:
+        assert len(recording) > 2
+    else:  # anew, where an average of the weights begins
+        assert len(recording) == 1 + (options.get("train.average_from") == "15")
     assert_same_end(tmp_path / "recorded", tmp_path / "eager")
 
 

@@ -26,9 +26,10 @@ from txl.models.loss import TailRows
 from txl.models.memory import Memory
 from txl.training.optimisers import Optimizer
 from txl.training.parallel import TrainedModel
+from txl.training.state import WeightAverage
 from txl.training.step import StepInputs, StepOutput, training_step
 
-WARM = 3  # eager steps with the same shapes before a step is recorded, in which libraries initialise themselves
+WARM = 3  # eager steps before the first graph is recorded, in which libraries initialise themselves
 # Room for targets of a tail cluster: the number seen so far times `_ROOM`, rounded up to a multiple of `_MULTIPLE`.
 _ROOM, _MULTIPLE = 1.25, 64
 
@@ -108,29 +109,67 @@ def compile_layers(model: FamilyModel, device: str) -> str | None:
     return None
 
 
+class _StackedMemory:
+    """Hidden states [B,M,E] of all layers and parts, which every graph of one memory's shape reads and overwrites.
+
+    They are stacked, so that a few kernels write all of them, and lie in memory as the states that a step returns do
+    (the batch or the positions first), so that no layer has to copy them.
+    """
+
+    def __init__(self, hidden: Sequence[Tensor]):
+        self._places: dict[torch.dtype, list[int]] = {}  # under autocast, the embedding's dtype may be another
+        for place, states in enumerate(hidden):
+            self._places.setdefault(states.dtype, []).append(place)
+        self._time_first = bool(hidden) and hidden[0].stride(0) < hidden[0].stride(1)
+        self._stacks = [self._stacked(hidden, places) for places in self._places.values()]
+        own: dict[int, Tensor] = {}
+        for stack, places in zip(self._stacks, self._places.values(), strict=True):
+            own |= zip(places, (part.transpose(0, 1) if self._time_first else part for part in stack), strict=True)
+        self.tensors = [own[place] for place in range(len(hidden))]
+
+    def _stacked(self, hidden: Sequence[Tensor], places: Sequence[int]) -> Tensor:
+        return torch.stack([hidden[place].transpose(0, 1) if self._time_first else hidden[place] for place in places])
+
+    def load(self, hidden: Sequence[Tensor]) -> None:
+        """Copy states to `tensors`, unless they are these tensors."""
+        if all(own is states for own, states in zip(self.tensors, hidden, strict=True)):
+            return
+        for stack, places in zip(self._stacks, self._places.values(), strict=True):
+            stack.copy_(self._stacked(hidden, places))
+
+    def replace(self, hidden: Sequence[Tensor], void: Tensor) -> None:
+        """Overwrite `tensors`, unless `void` (a bool without dimension) is true."""
+        for stack, places in zip(self._stacks, self._places.values(), strict=True):
+            torch.where(void, stack, self._stacked(hidden, places).to(stack.dtype), out=stack)
+
+
 @dataclass
 class _Shape:
-    """Steps with the same tensor shapes, and their graph once it is recorded."""
+    """Steps with the same tensor shapes, and their graph once there is one."""
 
     n_eager: int = 0  # number of steps with full memory that ran eagerly
     room: list[TailRows | None] = field(default_factory=list)
     n_target: int = 0
+    memory: _StackedMemory | None = None
     graph: Captured | None = None
 
 
 class CapturedStep:
     """`training_step`, recorded as a graph once the memory has its full size, and replayed from then on.
 
-    Each segment length has its own graph; all graphs share the device memory of intermediate results. Steps run eagerly
-    until their graph is recorded, and later if a tail cluster has no target, or more targets than there is room for. If
-    lanes are emptied between steps (`train.reset_memory`), the graph reads from a tensor how full each lane is.
+    Each segment length has its own graph; all graphs share the device memory of intermediate results, and the memory of
+    the lanes. Steps run eagerly until their graph is recorded, and later if a tail cluster has no target, or more
+    targets than there is room for. Graphs are recorded anew when an average of the weights begins. If lanes are emptied
+    between steps (`train.reset_memory`), the graph reads from a tensor how full each lane is.
 
-    The memory that a replayed step returns belongs to the graph: the next replay overwrites it, unless `void` is set.
+    The memory that such a step returns belongs to the graphs: the next one overwrites it, unless `void` is set.
     """
 
     def __init__(self) -> None:
         self._shapes: dict[tuple[torch.Size, ...], _Shape] = {}
+        self._memories: dict[tuple[torch.Size, ...], _StackedMemory] = {}
         self._first: Captured | None = None
+        self._average: WeightAverage | None = None
 
     def __call__(
         self,
@@ -143,55 +182,63 @@ class CapturedStep:
         """Make one update. The arguments are those of `training_step`, for one segment (see `TrainConfig.validate`)."""
         assert inputs.lengths is None
         tokens, states = inputs.tokens, inputs.states
-        hidden = [tensor for state in states for tensor in _tensors(state)]
+        memories = [state for state in states if isinstance(state, Memory)]
+        hidden = [tensor for memory in memories for tensor in memory.hidden]
+        if inputs.average is not self._average:  # a graph updates the average that there was when it was recorded
+            self._average = inputs.average
+            self._shapes.clear()
+        # The memory's shape counts, too: a graph reads full memory, and steps with less of it run eagerly.
+        sizes = tuple(tensor.shape for tensor in hidden)
+        shape = self._shapes.setdefault((tokens.shape, *sizes), _Shape())
+        rows = list(inputs.tail_rows or [None] * len(states))
+        step: Callable[..., tuple[Tensor, ...]] | None = shape.graph
+        if shape.graph is None and all(memory.length == memory.capacity for memory in memories):
+            shape.n_eager += 1
+            shape.room = [_larger(most, row) for most, row in zip(shape.room or [None] * len(rows), rows, strict=True)]
+            # Later, only kernels for one more shape are new; but room for tail clusters is known after several steps.
+            if shape.n_eager >= (WARM if self._first is None or any(rows) else 1):
+                if sizes not in self._memories:
+                    self._memories[sizes] = _StackedMemory(hidden)
+                shape.memory = self._memories[sizes]
+                step = self._step(shape, trained, optimizer, states, config)
+        if step is None or shape.memory is None or not _has_room(shape.room, rows):
+            return training_step(trained, optimizer, inputs, config, abandon)
+        if shape.graph is None:  # this step runs eagerly, but with the same kernels as the graph
+            shape.graph = Captured(step, warm_up=0, beside=self._first)
+            self._first = self._first or shape.graph
         filled = []
         if config.reset_memory:
-            memories = [state for state in states if isinstance(state, Memory)]
             counts = [memory.filled or (memory.length,) * memory.batch_size for memory in memories]
             filled = [sent(torch.tensor(count, device="cpu"), tokens.device) for count in counts]
-        # The memory's shape counts, too: a graph reads full memory, and steps with less of it run eagerly.
-        shape = self._shapes.setdefault((tokens.shape, *(tensor.shape for tensor in hidden)), _Shape())
-        rows = list(inputs.tail_rows or [None] * len(states))
-        if shape.graph is not None and _has_room(shape.room, rows):
-            void = torch.zeros((), dtype=torch.bool, device=tokens.device) if inputs.void is None else inputs.void
-            numbers, skipped = shape.graph(tokens, inputs.targets, void, *filled, *hidden)
-            after = _with_tensors(states, shape.graph.inputs[3 + len(filled) :], n_new=tokens.shape[1])
-            # The next replay overwrites the graph's outputs, perhaps before they are read.
-            return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target)
-        output = training_step(trained, optimizer, inputs, config, abandon)
-        after = [tensor for state in output.states for tensor in _tensors(state)]
-        # The memory is full if the step did not change its size.
-        if shape.graph is None and all(old.shape == new.shape for old, new in zip(hidden, after, strict=True)):
-            shape.n_eager, shape.n_target = shape.n_eager + 1, output.n_target
-            shape.room = [_larger(most, row) for most, row in zip(shape.room or [None] * len(rows), rows, strict=True)]
-            if shape.n_eager == WARM:
-                self._record(shape, trained, optimizer, output.states, config, len(filled))
-        return output
+        void = torch.zeros((), dtype=torch.bool, device=tokens.device) if inputs.void is None else inputs.void
+        shape.memory.load(hidden)
+        numbers, skipped = step(tokens, inputs.targets, void, *filled)
+        after = _with_tensors(states, shape.memory.tensors, n_new=tokens.shape[1])
+        # The next replay overwrites the graph's outputs, perhaps before they are read.
+        return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target)
 
-    def _record(
+    def _step(
         self,
         shape: _Shape,
         trained: FamilyModel | TrainedModel,
         optimizer: Optimizer,
         states: Sequence[State],
         config: TrainConfig,
-        n_filled: int,
-    ) -> None:
-        room = shape.room
+    ) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the function that is recorded: an update that also overwrites the memory of its shape."""
+        memory, average, room = shape.memory, self._average, shape.room
+        assert memory is not None
+        own = _with_tensors(states, memory.tensors)  # not `states`, which the function would keep alive
 
-        def step(tokens: Tensor, targets: Tensor, void: Tensor, *memory: Tensor) -> tuple[Tensor, Tensor]:
-            filled, hidden = memory[:n_filled], memory[n_filled:]
-            before = _with_tensors(states, hidden, filled)
-            inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room)
+        def step(tokens: Tensor, targets: Tensor, void: Tensor, *filled: Tensor) -> tuple[Tensor, Tensor]:
+            before = _with_tensors(own, memory.tensors, filled)
+            inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room, average=average)
             output = training_step(trained, optimizer, inputs, config)
-            after = [tensor for state in output.states for tensor in _tensors(state)]
-            # Over the graph's own input, which is one copy a step instead of two; a void step leaves the memory.
-            for old, new in zip(hidden, after, strict=True):
-                old.copy_(torch.where(void, old, new))
+            memory.replace([tensor for state in output.states for tensor in _tensors(state)], void)
+            shape.n_target = output.n_target
             return output.numbers, output.skipped
 
-        shape.graph = Captured(step, warm_up=0, beside=self._first)
-        self._first = self._first or shape.graph
+        return step
 
 
 def _has_room(room: Sequence[TailRows | None], rows: Sequence[TailRows | None]) -> bool:

@@ -175,7 +175,7 @@ class TrainingLoop:
         if train.reset_memory:
             # A first prompt is often short: tokens after empty memory must be seen more often than once a pass.
             emptied = emptied_lanes(train, state.counters.step)[lanes].chunk(len(memory))
-            memory = [part.reset(mask) for part, mask in zip(memory, emptied, strict=True)]
+            memory = [part.reset(mask) if mask.any() else part for part, mask in zip(memory, emptied, strict=True)]
         tokens, targets = segment.tokens[lanes], segment.targets[lanes]
         lengths = segment.lengths if len(segment.lengths) > 1 else None
         rows = None
@@ -190,10 +190,13 @@ class TrainingLoop:
             void=None if self._pending is None else self._pending.output.skipped,
             tail_rows=rows,
             lengths=lengths,
+            average=state.average,
         )
 
         generators = generator_states(setup.device)
         averaged = None if state.average is None else state.average.count
+        if state.average is not None:
+            state.average.prepare()
         try:
             output = self._make_step(setup.trained, state.optimizer, inputs, train, self._stop_signal)
         except Exception as error:
@@ -201,14 +204,13 @@ class TrainingLoop:
             is_compiling = type(error).__module__.startswith(("torch._inductor", "torch._dynamo"))
             if not isinstance(error, StepAbandoned) and not (is_compiling and self._stop_signal()):
                 raise
-            # Restore the state before the step: only random numbers have been drawn.
+            # Restore the state before the step: random numbers have been drawn, and the step was counted.
             set_generators(generators, setup.device)
+            if state.average is not None:
+                state.average.count = averaged or 0
             self._settle()
             self._interrupt(self._stop_signal())
-        update = PendingUpdate(output, segment, generators, averaged)
-        if state.average is not None and (self._reads_later or update.result().updated):
-            state.average.update(state.model, output.skipped if self._reads_later else None)
-        return update
+        return PendingUpdate(output, segment, generators, averaged)
 
     def _settle(self) -> bool:
         """Read the loss and norm of the last update that was made, and return False if the device has skipped it."""

@@ -7,23 +7,25 @@ host reading the flag, also in a recorded CUDA graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from txl.config import TrainConfig
 from txl.errors import UserError
 from txl.models.family import FamilyModel
 from txl.runs.environment import multiplies_bfloat16
-from txl.training.parallel import is_sharded
+from txl.training.parallel import full_tensor, is_sharded
 
 _MUON_MOMENTUM = 0.95  # in all published recipes
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest quintic at 0 that keeps values near 1
 _NEWTON_SCHULZ_STEPS = 5
+_CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
 _EPSILON = 1e-7  # smallest norm that a matrix is divided by
 _MOST_AT_ONCE = 1 << 22  # elements above which a batch of matrices is orthogonalised, to bound the batch's memory
 
@@ -57,6 +59,9 @@ class Optimizer:
         # SGD's momentum. Muon could everywhere; on a CPU, reading the flag costs nothing and its arithmetic does.
         can_skip = {"sgd": config.momentum == 0, "muon": device.type != "cpu"}
         self.skips_on_device = can_skip.get(config.optimizer, True) and not self._is_sharded
+        # A GPU clips gradients in the pass that updates the weights: PyTorch's fused Adam divides them by a float32.
+        self._divides = device.type != "cpu" and config.optimizer != "sgd" and not self._is_sharded
+        self._divides &= config.dtype != "float64"
         if config.capture:
             for group in groups:
                 group.rate = torch.tensor(config.learning_rate, device=device)
@@ -71,20 +76,40 @@ class Optimizer:
                 group.rate = rate * group.lr_factor
 
     @torch.no_grad()
-    def step(self, skipped: Tensor | None = None) -> None:
-        """Update all parameters that have a gradient, unless `skipped` (a bool without dimension) is true."""
+    def clip(self, parameters: Iterable[nn.Parameter], largest: float) -> tuple[Tensor, Tensor | None]:
+        """Clip the gradients of all parameters to a largest norm; 0: do not clip them.
+
+        Returns:
+            Norm of all gradients before clipping, and the number by which `step` has to divide the gradients. None: the
+            gradients are clipped.
+        """
+        largest = largest or math.inf
+        if not self._divides:  # without clipping, the call still returns the norm
+            return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, largest)), None
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        return norm, None if largest == math.inf else ((norm + _CLIP_EPSILON) / largest).clamp(min=1.0)
+
+    @torch.no_grad()
+    def step(self, skipped: Tensor | None = None, divisor: Tensor | None = None) -> None:
+        """Update all parameters that have a gradient, unless `skipped` (a bool without dimension) is true.
+
+        The gradients are divided by `divisor` (see `clip`) first.
+        """
         if skipped is not None and not self.skips_on_device:
             if bool(skipped):  # waits for the device
                 return
             skipped = None
+        found_inf = None if skipped is None else skipped.float()  # mixed precision's name for a flag to skip
         for group in self.groups:
             parameters = [parameter for parameter in group.parameters if parameter.grad is not None]
             if group.matrices is not None:
-                self._muon(parameters, group, skipped)
+                self._muon(parameters, group, skipped, divisor)
             elif self._config.optimizer == "sgd":
-                self._sgd(parameters, group, skipped)
+                self._sgd(parameters, group, found_inf)
             else:
-                self._adam(parameters, group, skipped)
+                self._adam(parameters, group, found_inf, divisor)
 
     def zero_grad(self) -> None:
         """Free all gradients."""
@@ -92,7 +117,11 @@ class Optimizer:
             for parameter in group.parameters:
                 parameter.grad = None
 
-    def _adam(self, parameters: list[nn.Parameter], group: Group, skipped: Tensor | None) -> None:
+    def _adam(
+        self, parameters: list[nn.Parameter], group: Group, found_inf: Tensor | None, divisor: Tensor | None
+    ) -> None:
+        if not parameters:
+            return
         config = self._config
         for parameter in parameters:
             if parameter not in self.state:
@@ -102,26 +131,30 @@ class Optimizer:
         first, second, steps = (
             [self.state[parameter][name] for parameter in parameters] for name in ("exp_avg", "exp_avg_sq", "step")
         )
-        adam(
-            list(parameters),
+        if found_inf is None:
+            torch._foreach_add_(steps, 1)  # pyright: ignore[reportPrivateImportUsage]
+        else:  # without `alpha`, PyTorch would read the tensor, and wait for the device
+            torch._foreach_add_(steps, 1 - found_inf, alpha=1)  # pyright: ignore[reportPrivateImportUsage]
+        update: Any = torch._fused_adam_ if config.optimizer == "adam" else torch._fused_adamw_  # pyright: ignore
+        update(
+            parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             first,
             second,
             [],
             steps,
-            fused=True,
-            found_inf=None if skipped is None else skipped.float(),  # mixed precision's name for a flag to skip
-            decoupled_weight_decay=config.optimizer != "adam",
-            amsgrad=False,
+            lr=group.rate,
             beta1=config.beta1,
             beta2=config.beta2,
-            lr=group.rate,
             weight_decay=group.weight_decay,
             eps=config.eps,
+            amsgrad=False,
             maximize=False,
+            grad_scale=divisor,
+            found_inf=found_inf,
         )
 
-    def _sgd(self, parameters: list[nn.Parameter], group: Group, skipped: Tensor | None) -> None:
+    def _sgd(self, parameters: list[nn.Parameter], group: Group, found_inf: Tensor | None) -> None:
         assert isinstance(group.rate, float)
         momentum = self._config.momentum
         buffers = [self.state.get(parameter, {}).get("momentum_buffer") for parameter in parameters]
@@ -132,7 +165,7 @@ class Optimizer:
             # PyTorch's fused SGD does not serve shards, nor momentum if a parameter has its first gradient later than
             # others (a tail cluster without targets). None: PyTorch chooses the best of its other implementations.
             fused=(momentum == 0 and not self._is_sharded) or None,
-            found_inf=None if skipped is None else skipped.float(),
+            found_inf=found_inf,
             weight_decay=group.weight_decay,
             momentum=momentum,
             lr=group.rate,
@@ -144,7 +177,9 @@ class Optimizer:
             if buffer is not None:
                 self.state[parameter] = {"momentum_buffer": buffer}
 
-    def _muon(self, parameters: list[nn.Parameter], group: Group, skipped: Tensor | None) -> None:
+    def _muon(
+        self, parameters: list[nn.Parameter], group: Group, skipped: Tensor | None, divisor: Tensor | None
+    ) -> None:
         """Update the matrices in batches of one shape: one after another, small matrices take twice as long."""
         assert group.matrices is not None
         batches: dict[torch.Size, list[list[Tensor]]] = {}
@@ -163,12 +198,16 @@ class Optimizer:
         for shape, batch in batches.items():
             size = _MOST_AT_ONCE // shape.numel() + 1
             for first in range(0, len(batch), size):
-                self._update_matrices(batch[first : first + size], group, skipped)
+                self._update_matrices(batch[first : first + size], group, skipped, divisor)
 
-    def _update_matrices(self, batch: list[list[Tensor]], group: Group, skipped: Tensor | None) -> None:
+    def _update_matrices(
+        self, batch: list[list[Tensor]], group: Group, skipped: Tensor | None, divisor: Tensor | None
+    ) -> None:
         """Update matrices [I,O] of one shape, I <= O, each given with its gradient and its momentum."""
         matrices, gradients, momenta = (list(tensors) for tensors in zip(*batch, strict=True))
         momentum, gradient = torch.stack(momenta), torch.stack(gradients)
+        if divisor is not None:
+            gradient = gradient / divisor
         if skipped is not None:
             # The momentum serves as gradient: it is finite, it stays as it is, and the move is multiplied by 0.
             gradient = torch.where(skipped, momentum, gradient)

@@ -13,6 +13,7 @@ from txl.config import RunConfig
 from txl.config.values import checked, from_plain
 from txl.data.corpora import Corpus
 from txl.data.lanes import LaneStream, StreamPosition
+from txl.devices import runs_ahead
 from txl.errors import UserError
 from txl.files import JsonObject
 from txl.models.family import FamilyModel
@@ -101,25 +102,54 @@ class WeightAverage:
         self.model = copy.deepcopy(model).requires_grad_(False).eval()  # averaged weights, to evaluate and to save
         self.count = 0  # number of updates averaged so far; 0: the average is the initial copy
         self._mu = mu
+        newest = next(model.parameters()).detach()
+        # Weight of the newest weights. A GPU's kernel reads a float32.
+        self._weight = newest.new_ones((), dtype=torch.float32 if runs_ahead(newest) else newest.dtype)
+
+    def prepare(self) -> None:
+        """Count the next update, and set its weight where a recorded step reads it, too."""
+        # The copy made at the beginning is no weight of a step.
+        self._weight.fill_(1 / (self.count + 1) if self._mu is None or self.count == 0 else self._mu)
+        self.count += 1
 
     @torch.no_grad()
     def update(self, model: FamilyModel, skipped: Tensor | None = None) -> None:
-        """Add the weights after a step to the average: average + mu (newest - average).
+        """Add the weights after a step, prepared by `prepare`, to the average: average + mu (newest - average).
 
         If `skipped`, a bool on the device that the host does not read, is true, the averaged weights stay unchanged,
         and the caller has to set `count` back.
         """
-        weight = 1 / (self.count + 1) if self._mu is None else self._mu
-        for average, newest in zip(self.model.parameters(), model.parameters(), strict=True):
-            if self.count == 0:  # the copy made at the beginning is no weight of a step
-                average.copy_(newest)
-            elif skipped is None:
-                average.lerp_(newest, weight)
-            else:
-                average.lerp_(newest, torch.where(skipped, 0.0, weight).to(average.dtype))
+        average_weights(list(self.model.parameters()), list(model.parameters()), self._weight, skipped)
         for average, newest in zip(self.model.buffers(), model.buffers(), strict=True):
             average.copy_(newest)
-        self.count += 1
+
+
+def average_weights(
+    averages: list[Tensor], newest: list[Tensor], weight: Tensor, skipped: Tensor | None = None
+) -> None:
+    """Set each average to average + weight (newest - average), unless `skipped` (a bool without dimension) is true.
+
+    All are on one device, also `weight`, which has no dimension.
+    """
+    if not runs_ahead(weight):
+        used = weight if skipped is None else torch.where(skipped, 0.0, weight)
+        torch._foreach_lerp_(averages, newest, [used] * len(averages))  # pyright: ignore[reportPrivateImportUsage]
+        return
+    # On a GPU, PyTorch's joint kernel of `lerp` takes a Python number, which a recorded step could not change. That
+    # of SGD reads the rate from the device: rate `weight`, gradient -newest (`maximize`), and weight decay 1.
+    torch._fused_sgd_(  # pyright: ignore[reportPrivateImportUsage]
+        averages,
+        newest,
+        [],
+        lr=weight,
+        weight_decay=1.0,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        maximize=True,
+        is_first_step=False,
+        found_inf=None if skipped is None else skipped.float(),
+    )
 
 
 @dataclass

@@ -5,7 +5,6 @@ Shapes: B lanes, T tokens of a segment.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,8 @@ from txl.models.family import FamilyModel
 from txl.models.language_model import State
 from txl.models.loss import Objective, TailRows
 from txl.training.optimisers import Optimizer
-from txl.training.parallel import TrainedModel, full_tensor
+from txl.training.parallel import TrainedModel
+from txl.training.state import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class StepInputs:
     void: Tensor | None = None  # bool on the device: true if the update must be skipped, as the one before it was
     tail_rows: Sequence[TailRows | None] | None = None  # room for targets of tail clusters in each part (`Objective`)
     lengths: tuple[int, ...] | None = None  # lengths of the consecutive segments of the T tokens; None: one segment
+    average: WeightAverage | None = None  # average to which the weights after the update are added
 
 
 class UpdateResult(NamedTuple):
@@ -94,7 +95,7 @@ def training_step(
     config: TrainConfig,
     abandon: Callable[[], object] | None = None,
 ) -> StepOutput:
-    """Make one update of the weights: forward, backward, clip, optimiser.
+    """Make one update of the weights: forward, backward, clip, optimiser, average of the weights.
 
     The lanes are divided into as many parts as there are states, each with its own passes and memory. The gradient is
     that of the mean over all lanes, including those of other processes. If the optimiser supports it
@@ -112,7 +113,8 @@ def training_step(
     tokens, targets = inputs.tokens, inputs.targets
     processes, parts = trained.processes, len(inputs.states)
     rows = [None] * parts if inputs.tail_rows is None else inputs.tail_rows
-    total, new_states = tokens.new_zeros((), dtype=torch.float64), []
+    losses: list[Tensor] = []
+    new_states: list[State] = []
     autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
     lanes = zip(tokens.chunk(parts), targets.chunk(parts), inputs.states, rows, strict=True)
     for number, (part_tokens, part_targets, state, room) in enumerate(lanes):
@@ -125,17 +127,19 @@ def training_step(
                 loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
             # All parts have equally many targets, so the mean of their means is the mean over the whole batch.
             ((loss + penalty) / parts).backward()
-        total = total + loss.detach().double() / parts
+        losses.append(loss.detach().double() / parts)
         new_states.append(new_state)
-    largest = config.clip if config.clip > 0 else math.inf  # without clipping, the call still returns the norm
-    norm = full_tensor(torch.nn.utils.clip_grad_norm_(trained.model.parameters(), largest)).double()
+    norm, divisor = optimizer.clip(trained.model.parameters(), config.clip)
+    figures = torch.stack([sum(losses[1:], losses[0]), norm.double()])
     # A sum is not finite if one of its terms is not, so all processes decide alike.
-    total, norm_sum = (processes.sum_of(torch.stack([total, norm])) / processes.count).unbind()
-    skipped = ~(total.isfinite() & norm_sum.isfinite())
+    means = processes.sum_of(figures) / processes.count if processes.count > 1 else figures
+    skipped = (means - means != 0).any()  # the difference of a number that is not finite is NaN
     if inputs.void is not None:
         skipped = skipped | inputs.void
-    optimizer.step(skipped)
+    optimizer.step(skipped, divisor)
     optimizer.zero_grad()
+    if inputs.average is not None:
+        inputs.average.update(trained.model, skipped)
     counted = sum(map(Objective(config.loss).counted, inputs.lengths or targets.shape[1:]))
     n_target = processes.count * len(targets) * counted
-    return StepOutput(torch.stack([total, norm, skipped.double()]), skipped, new_states, n_target)
+    return StepOutput(torch.stack([means[0], figures[1], skipped.double()]), skipped, new_states, n_target)

@@ -59,10 +59,10 @@ def _train(run: RunConfig, vocab_size: int, device: str) -> None:
     states = [model.init_state(train.batch_size // parts).filled_with_noise() for _ in range(parts)]
     for _ in range(STEPS):
         tokens = ranked_tokens(vocab_size, train.batch_size, train.segment * train.backprop_segments).to(device)
-        inputs = StepInputs(tokens, tokens, states, lengths=train.step_lengths)
-        states = training_step(model, optimizer, inputs, train).states
         if average is not None:
-            average.update(model)
+            average.prepare()
+        inputs = StepInputs(tokens, tokens, states, lengths=train.step_lengths, average=average)
+        states = training_step(model, optimizer, inputs, train).states
 
 
 @dataclass(frozen=True)
