@@ -78,7 +78,7 @@ triton: .venv-triton/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_attention.py \
 		tests/models/test_fused_rows.py tests/models/test_fused_layers.py tests/models/test_fused_loss.py
 	PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_binaries.py \
-		tests/models/test_loss_binaries.py
+		tests/models/test_loss_binaries.py tests/models/test_rows_binaries.py
 
 .venv-triton/.installed: constraints-triton.txt
 	$(PYTHON) -m venv .venv-triton

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.native.test_compiled_attention import philox
 from torch import Tensor
 
 from txl.models import fused_rows
@@ -110,8 +111,9 @@ def assert_near(our: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     assert error < TOLERANCE[dtype], float(error)
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("kind", DROPS)
+@pytest.mark.parametrize(
+    ("kind", "biased"), [("none", False), ("none", True), ("locked", False), ("counted", True)], ids=str
+)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_residual_and_norm(sizes, kind, biased, dtype, device):
     n_row, _, true, width = sizes
@@ -228,3 +230,12 @@ def test_counted_dropout_has_its_rate_and_its_own_mask_at_every_site(dtype, devi
     for pair in ((first, other_site), (first, other_seed), (first[:-1], first[1:]), (first[:, :-1], first[:, 1:])):
         both = ((pair[0] == 0) & (pair[1] == 0)).double().mean()
         assert abs(both - 0.09) < 4 * (0.09 * 0.91 / n) ** 0.5
+
+
+def test_counted_dropout_draws_the_words_of_philox(dtype, device):
+    del dtype
+    drop, (n_row, width) = Counted(torch.tensor([2**40 + 7], device=device), 5, 0.5), (3, 12)
+    row, group = torch.meshgrid(torch.arange(n_row), torch.arange(width // 4), indexing="ij")
+    site, constant = torch.full_like(row, 5), torch.full_like(row, 0x726F7773)
+    words = philox(torch.stack([row, group, site, constant], dim=-1), 2**40 + 7).flatten(1)
+    assert torch.equal((counted(drop, n_row, width, 16, device) > 0).cpu(), words >= 2**31)
