@@ -33,7 +33,7 @@ DEVICES = [
 EPS = 1e-5
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 # N, B, true width, padded width.
-SIZES = [(1, 1, 41, 48), (6, 2, 380, 384), (33, 3, 41, 48), (5, 1, 512, 512)]
+SIZES = [(1, 1, 41, 48), (6, 2, 380, 384), (33, 3, 41, 48), (5, 1, 512, 512), (4, 2, 1000, 1008)]
 DROPS = ["none", "locked", "counted"]
 
 pytestmark = [
