@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from txl.config import Limit
+from txl.evaluation.recorded import Recordings
 from txl.evaluation.stream import EvaluationResult, Progress, Settings, TokenIds, evaluation_mode, nll_step, read_lanes
 from txl.models.language_model import LanguageModel
 from txl.processes import Processes
@@ -60,11 +61,15 @@ def evaluate_with(
     settings: Settings,
     progress: Progress | None = None,
     processes: Processes = Processes(),  # noqa: B008 (a value)
+    recordings: Recordings | None = None,
 ) -> EvaluationResult:
-    """Return the mean loss of a model over a stream of tokens, as `evaluate`."""
+    """Return the mean loss of a model over a stream of tokens, as `evaluate`.
+
+    `recordings` of earlier evaluations of the same model save the time in which a GPU's steps are recorded.
+    """
     # Around the whole stream, so that autocast converts each weight once and not once a segment.
     with evaluation_mode(model, settings.dtype) as view:
-        step = nll_step(view, settings.temperature)
+        step = nll_step(view, settings.temperature, recordings)
         return read_lanes(view, tokens, settings, step, progress=progress, processes=processes)
 
 

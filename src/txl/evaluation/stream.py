@@ -31,7 +31,9 @@ from torch import Tensor
 
 from txl.config import Lengths, Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
+from txl.devices import sent
 from txl.errors import UserError
+from txl.evaluation.recorded import Recordings
 from txl.files import JsonObject
 from txl.models.language_model import LanguageModel, State
 from txl.models.structure import ModuleT, evaluation_view
@@ -212,9 +214,8 @@ def read_lanes(
         check_ids(inputs, model.vocab_size)
         check_ids(targets, model.vocab_size)
         n_scored += int(counted.sum())
-        mask = counted.to(device)
-        # All segments but the last have one shape: a step that is recorded and replayed belongs into this call.
-        nll, state = step(inputs.to(device), targets.to(device), state, mask)
+        mask = sent(counted, device)
+        nll, state = step(sent(inputs, device), sent(targets, device), state, mask)
         # Masked, not selected: a GPU would have to tell how many are left.
         total = total + nll.double().masked_fill(~mask, 0.0).sum()
         if progress is not None:
@@ -260,11 +261,15 @@ def result_of(
     )
 
 
-def nll_step(model: LanguageModel, temperature: float) -> Step:
-    """Return the step that scores each target with the weights of a model, as they are."""
+def nll_step(model: LanguageModel, temperature: float, recordings: Recordings | None = None) -> Step:
+    """Return the step that scores each target with the weights of a model, as they are.
+
+    On a GPU the step is recorded where shapes repeat: each call may overwrite the state that the call before returned.
+    """
+    recorded = recordings or Recordings()
 
     def step(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
-        return model.nll_at(inputs, targets, state, temperature)
+        return recorded.nll_at(model, inputs, targets, state, temperature)
 
     return step
 

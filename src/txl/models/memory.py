@@ -24,6 +24,8 @@ from txl.models.structure import Frozen
 
 # Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied.
 _TAKING = threading.Lock()
+# Largest number of elements that `MemoryWindow` copies at a time.
+_MOST_MOVED = 1 << 26
 
 
 class StreamBuffers:
@@ -120,6 +122,94 @@ class ProjectedSegment:
         return hidden, replace(self.held, keys=keys, values=values, buffers=self.buffers, end=self.end)
 
 
+class MemoryWindow:
+    """Memory at fixed addresses, for recorded steps of T tokens: each step moves it along the text by T.
+
+    It has room for `capacity` positions, of which the last M are in use, and for the segment behind them. All layers
+    share one tensor of hidden states and one of keys and values, so that few kernels move them.
+
+    Args:
+        memory: memory with projections, for shapes and dtypes.
+        n_new: number of tokens T.
+    """
+
+    length = 0  #: number of positions M in use
+
+    def __init__(self, memory: Memory, n_new: int):
+        held = memory.projections
+        assert held is not None
+        self.n_new, self.capacity, self._n_layer = n_new, memory.capacity, len(memory.hidden)
+        size = self.capacity + n_new
+        self._rows = [
+            kind[0].new_zeros(len(kind), *kind[0].shape[:-2], size, kind[0].shape[-1])
+            for kind in (memory.hidden, held.keys + held.values)
+        ]
+        self._positions = tuple(rows.new_zeros(rows.shape[0], size, rows.shape[-1]) for rows in held.positions)
+        self._known: tuple[Tensor, ...] = ()  # the positions of which those here are a copy
+        self._views: dict[int, tuple[tuple[Tensor, ...], ...]] = {}
+        self._memory = memory
+
+    def load(self, memory: Memory) -> None:
+        """Take a memory, filled in all lanes, with projections of at least M + T distances; copy what is not here."""
+        held = memory.projections
+        assert held is not None
+        self._memory, self.length = memory, memory.length
+        here = self._newest(self.length)
+        if memory.hidden is not here[0] or held.keys is not here[1]:
+            for layers, new in zip(here, (memory.hidden, held.keys, held.values), strict=True):
+                for own, rows in zip(layers, new, strict=True):
+                    own.copy_(rows)
+        if held.positions is not self._known:
+            for own, rows in zip(self._positions, held.positions, strict=True):
+                most = min(own.shape[1], rows.shape[1])
+                own[:, own.shape[1] - most :].copy_(rows[:, rows.shape[1] - most :])
+            self._known = held.positions
+
+    def at_fixed_addresses(self) -> tuple[Memory, Projections]:
+        """Return the memory that was loaded and its projections, for a recorded step."""
+        hidden, keys, values = self._newest(self.length)
+        assert self._memory.projections is not None
+        held = replace(self._memory.projections, keys=keys, values=values, positions=self._positions, buffers=None)
+        return replace(self._memory, hidden=hidden, projections=held), held
+
+    def append(
+        self, layer: int, hidden: Float[Tensor, "B T E"], key: Float[Tensor, "B T H D"], value: Float[Tensor, "B T H D"]
+    ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
+        """Store a layer's input, keys and values, as `ProjectedSegment.append`."""
+        places = (self._rows[0][layer], self._rows[1][layer], self._rows[1][self._n_layer + layer])
+        for rows, new in zip(places, (hidden, key.permute(2, 0, 1, 3), value.permute(2, 0, 1, 3)), strict=True):
+            rows.narrow(-2, self.capacity, self.n_new).copy_(new)
+        first, n_key = self.capacity - self.length, self.length + self.n_new
+        keys, values = (rows.narrow(-2, first, n_key).permute(1, 2, 0, 3) for rows in places[1:])
+        return keys, values
+
+    def finish(self, keep: int) -> tuple[tuple[Tensor, ...], Projections]:
+        """Move the newest `keep` rows by T; return their hidden states and projections."""
+        first, size = self.capacity - keep, self.capacity + self.n_new
+        for kind in self._rows:
+            # Source and destination overlap. Of large memories, the copy is made for a few layers at a time.
+            for rows in kind.split(max(1, _MOST_MOVED * len(kind) // max(1, kind.numel()))):
+                rows.narrow(-2, first, keep).copy_(rows.narrow(-2, size - keep, keep).clone())
+        return self._kept(keep)
+
+    def after(self) -> Memory:
+        """Return the memory that the step has left. The next step overwrites it."""
+        keep = min(self.capacity, self.length + self.n_new)
+        return self._memory.followed_by(self.n_new, *self._kept(keep))
+
+    def _kept(self, keep: int) -> tuple[tuple[Tensor, ...], Projections]:
+        hidden, keys, values = self._newest(keep)
+        assert self._memory.projections is not None
+        return hidden, replace(self._memory.projections, keys=keys, values=values, buffers=None)
+
+    def _newest(self, length: int) -> tuple[tuple[Tensor, ...], ...]:
+        """Return hidden states, keys and values of the newest positions, one tensor of each per layer."""
+        if length not in self._views:
+            hidden, both = (rows.narrow(-2, self.capacity - length, length).unbind() for rows in self._rows)
+            self._views[length] = hidden, both[: self._n_layer], both[self._n_layer :]
+        return self._views[length]
+
+
 @dataclass(frozen=True)
 class Memory:
     """Hidden states m^{n-1} of the last positions, for every layer n. An immutable value.
@@ -166,7 +256,7 @@ class Memory:
             hidden = [new if keep == n_new else new[:, n_new - keep :].clone() for new in left]
         return self.followed_by(n_new, tuple(hidden))
 
-    def after_projected(self, segment: ProjectedSegment) -> Memory:
+    def after_projected(self, segment: ProjectedSegment | MemoryWindow) -> Memory:
         """Return the memory after a segment that was read with fixed weights."""
         keep = min(self.capacity, self.length + segment.n_new)
         return self.followed_by(segment.n_new, *segment.finish(keep))

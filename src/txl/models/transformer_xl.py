@@ -32,7 +32,7 @@ from txl.models.initial_weights import init_induction
 from txl.models.language_model import check_targets
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.loss import EVERY_TARGET, Objective
-from txl.models.memory import Memory, ProjectedSegment, Projections
+from txl.models.memory import Memory, MemoryWindow, ProjectedSegment, Projections
 from txl.models.structure import Frozen
 from txl.native.build import library
 from txl.native.operations import MOST_ROWS, sums_dtype
@@ -107,7 +107,7 @@ class RelativeMultiHeadAttention(nn.Module):
     def read(
         self,
         hidden: Float[Tensor, "B T E"],
-        segment: ProjectedSegment,
+        segment: ProjectedSegment | MemoryWindow,
         layer: int,
         position: Float[Tensor, "S H D"],
         shared_biases: Biases | None,
@@ -264,7 +264,7 @@ class TransformerXL(FamilyModel[Memory]):
             begins = torch.full((len(tokens),), state.length == 0, device=tokens.device)
             begins = begins if oldest is None else oldest == state.length
         hidden = self._embedded(tokens, state, begins=begins)
-        held = None if self.training or torch.is_grad_enabled() else self._projections(hidden, state)
+        held = None if self.training or torch.is_grad_enabled() else self.projections(state, hidden, hidden.shape[1])
         if held is None:
             return self._from_hidden(hidden, state)
         read = self._read_token(hidden, state, held)
@@ -332,9 +332,16 @@ class TransformerXL(FamilyModel[Memory]):
         # The authors drop features of R as they drop those of the embedding.
         return self.dropout_r(sinusoid(distances, self.config.d_model, dtype))
 
-    def _from_projections(self, hidden: Tensor, state: Memory, held: Projections) -> tuple[Tensor, Memory]:
+    def read_window(self, tokens: Int64[Tensor, "B T"], window: MemoryWindow) -> Float[Tensor, "B T E"]:
+        """Return h^N of a segment and move the window along: `hidden_states` in evaluation, at fixed addresses."""
+        memory, held = window.at_fixed_addresses()
+        return self._from_projections(self._embedded(tokens, memory), memory, held, window)[0]
+
+    def _from_projections(
+        self, hidden: Tensor, state: Memory, held: Projections, window: MemoryWindow | None = None
+    ) -> tuple[Tensor, Memory]:
         """Compute h^N and the next memory from h^0 [B,T,E] and the projected keys and values of memory."""
-        segment = ProjectedSegment(state.hidden, held, hidden.shape[1])
+        segment = window or ProjectedSegment(state.hidden, held, hidden.shape[1])
         biases, scope, n_key = self._shared_biases(), state.scope(), state.length + hidden.shape[1]
         for number, layer in enumerate(self.layers):
             position = held.positions[number]  # [H,L,D] for L >= S distances, the farthest first
@@ -406,12 +413,13 @@ class TransformerXL(FamilyModel[Memory]):
         r = self._encoded(distances, like.dtype)  # not in training, so without dropout
         return tuple(attention.position(r).transpose(0, 1).contiguous() for attention in self.attentions)
 
-    def _projections(self, hidden: Tensor, state: Memory) -> Projections | None:
+    def projections(self, state: Memory, like: Tensor, n_new: int) -> Projections | None:
         """Return the state's projections if the current weights computed them, else project memory again.
 
-        None where all modules must be called: in training mode, or with a `Frozen.outsider`.
+        `like` is on the device and of the dtype of h^0 of the `n_new` tokens that follow. None where all modules must
+        be called: in training mode, or with a `Frozen.outsider`.
         """
-        held, device, n_new = state.projections, hidden.device.type, hidden.shape[1]
+        held, device = state.projections, like.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         frozen = None if held is None else held.frozen  # None in a copy of a state
         if frozen is None or frozen.model is not self or not (frozen.holds() and frozen.evaluates()):
@@ -419,7 +427,7 @@ class TransformerXL(FamilyModel[Memory]):
             if frozen.outsider is not None or not frozen.evaluates():
                 return None
         if held is None or held.frozen is not frozen or held.autocast != autocast:
-            memories = (memory.to(hidden.dtype) for memory in state.hidden)  # the model's dtype may have changed
+            memories = (memory.to(like.dtype) for memory in state.hidden)  # the model's dtype may have changed
             both = [
                 attention.keys_and_values(attention.norm(memory) if attention.pre_norm else memory)
                 for attention, memory in zip(self.attentions, memories, strict=True)
@@ -431,7 +439,7 @@ class TransformerXL(FamilyModel[Memory]):
         if n_known < n_key:
             # Double the number of distances: memory may never fill, so its capacity is not computed at once.
             n_distance = max(n_key, min(state.capacity + n_new, 2 * n_known))
-            positions = self.position_projections(n_distance, state.lengths.clamp_len, hidden)
+            positions = self.position_projections(n_distance, state.lengths.clamp_len, like)
             held = dataclasses.replace(held, positions=positions)
         return held
 

@@ -19,6 +19,7 @@ from txl.data.corpora import Corpus
 from txl.devices import sent
 from txl.errors import Field, RunInterrupted, UserError
 from txl.evaluation.perplexity import evaluate_with
+from txl.evaluation.recorded import Recordings
 from txl.evaluation.stream import EvaluationResult, Lanes, Settings
 from txl.models.language_model import LanguageModel
 from txl.runs.checkpoints import VerifiedCheckpoint
@@ -57,7 +58,10 @@ class TrainingLoop:
         self.saver = CheckpointSaver(setup)
         self.stop = StopRequest()
         self._reads_later = reads_later(setup, state)
-        self._make_step = CapturedStep() if setup.run.train.capture else training_step
+        captures = setup.run.train.capture
+        self._make_step = CapturedStep() if captures else training_step
+        # Kept only beside recorded training steps, which hold their memory too: eager steps may need all there is.
+        self._recordings = Recordings() if captures else None
         self._pending: PendingUpdate | None = None
         self._planned_end = PlannedEnd(setup, self.saver)
 
@@ -268,7 +272,9 @@ class TrainingLoop:
         """Evaluate on the validation split, and save a checkpoint if the result is the best so far."""
         setup, state, counters = self.setup, self.state, self.state.counters
         try:
-            result = evaluate_in_training(state.best_model, setup.run, setup.corpus, setup.trained, self._stop_signal)
+            result = evaluate_in_training(
+                state.best_model, setup.run, setup.corpus, setup.trained, self._stop_signal, self._recordings
+            )
         except ValidationStopped:
             counters.validation_due = True
             self._interrupt(self._stop_signal() or signal.SIGINT)
@@ -321,12 +327,18 @@ def check_validation_split(run: RunConfig, corpus: Corpus) -> None:
 
 
 def evaluate_in_training(
-    model: LanguageModel, run: RunConfig, corpus: Corpus, trained: TrainedModel, stop: Callable[[], object]
+    model: LanguageModel,
+    run: RunConfig,
+    corpus: Corpus,
+    trained: TrainedModel,
+    stop: Callable[[], object],
+    recordings: Recordings | None = None,
 ) -> EvaluationResult:
     """Evaluate on the validation split with attention as long as in training: memory and segment have the same sum.
 
     The evaluation draws no random numbers and does not touch the lanes' memory, so later steps do not depend on it. The
     model is `trained` or its average; ValidationStopped is raised as soon as `stop` returns something true.
+    `recordings` are kept from one evaluation to the next.
     """
     train = run.train
     segment = min(run.eval.segment, train.segment) if run.model.mem_len else train.segment
@@ -344,4 +356,4 @@ def evaluate_in_training(
         dtype="bfloat16" if train.dtype == "bfloat16" else "float32",
     )
     with trained.whole():
-        return evaluate_with(model, corpus.tokens("valid"), settings, progress, trained.processes)
+        return evaluate_with(model, corpus.tokens("valid"), settings, progress, trained.processes, recordings)

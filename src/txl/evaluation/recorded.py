@@ -1,0 +1,151 @@
+"""Steps of an evaluation, recorded as CUDA graphs: a segment's thousands of kernels are launched at the cost of one.
+
+A graph has fixed shapes and addresses. One is recorded for each number of tokens and each length of memory that comes
+again; memory lies in a `MemoryWindow`, which every step moves along the text. Kernels and operands are those of eager
+steps.
+
+Shapes: B lanes, T tokens of a segment, M positions of memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from txl.devices import Captured
+from txl.models.language_model import LanguageModel, State
+from txl.models.loss import nll_at_temperature
+from txl.models.memory import Memory, MemoryWindow, Projections
+from txl.models.structure import evaluation_view
+from txl.models.transformer_xl import TransformerXL
+
+WARM = 3  # steps with the same shapes before a step is recorded, in which libraries initialise themselves
+_MOST_SHAPES = 64  # shapes beyond which a step is recorded only if its memory is full
+
+
+def records(model: LanguageModel) -> bool:
+    """Return whether evaluations of a model may be recorded: those of a Transformer-XL on an NVIDIA GPU."""
+    return type(model) is TransformerXL and model.softmax.bias.device.type == "cuda"
+
+
+@dataclass
+class _Shape:
+    """Steps with the same B, T and M, and their graph once it is recorded."""
+
+    n_read: int = 0
+    graph: Captured | None = None
+
+
+@dataclass
+class _Recorded:
+    """All that graphs of one model and of the same settings read."""
+
+    view: TransformerXL
+    shapes: dict[tuple[int, ...], _Shape] = field(default_factory=dict)
+    windows: dict[torch.Size, MemoryWindow] = field(default_factory=dict)
+    first: Captured | None = None
+
+
+class Recordings:
+    """Graphs of a model's evaluations, valid as long as its weights stay at their addresses.
+
+    Graphs read the weights where they are: a value that is kept serves all evaluations of a training run. In bfloat16
+    they read copies of the linear layers' weights, which are made once for each evaluation.
+    """
+
+    def __init__(self) -> None:
+        self._recorded: _Recorded | None = None  # None: the model is read eagerly
+        self._fixed: tuple[object, ...] | None = None  # what `_recorded` is valid for
+        self._evaluation: tuple[object, ...] = ()
+
+    def nll_at(
+        self,
+        model: LanguageModel,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: State,
+        temperature: float,
+    ) -> tuple[Float[Tensor, "B T"], State]:
+        """Compute `LanguageModel.nll_at`, recorded or eagerly; `model` is a view without dropout.
+
+        The next call may overwrite the state that this one returns.
+        """
+        if not records(model) or not isinstance(state, Memory) or state.filled is not None or state.projections is None:
+            return model.nll_at(tokens, targets, state, temperature)
+        assert isinstance(model, TransformerXL)
+        held = model.projections(state, state.hidden[0], tokens.shape[1])
+        if held is None or (recorded := self._of(model, state, held, temperature)) is None:
+            return model.nll_at(tokens, targets, state, temperature)
+        state = replace(state, projections=held)
+        shape = recorded.shapes.setdefault((*tokens.shape, state.length), _Shape())
+        if state.length == state.capacity or len(recorded.shapes) <= _MOST_SHAPES:
+            shape.n_read += 1
+        if shape.n_read < WARM:
+            return model.nll_at(tokens, targets, state, temperature)
+        return _from_window(recorded, shape, tokens, targets, state, temperature)
+
+    def _of(self, model: TransformerXL, state: Memory, held: Projections, temperature: float) -> _Recorded | None:
+        """Return the graphs that read this model with these settings; None if all of its modules must be called."""
+        settings = (held.autocast, state.lengths, temperature)
+        if (held.frozen, *settings) == self._evaluation:
+            return self._recorded
+        modules = list(model.modules())
+        # Hooks, PyTorch's own included, and observers of attention are called for each segment.
+        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+        hooked = hooked or any(attention.attend is not model.backend for attention in model.attentions)
+        fixed = None if hooked else (*settings, *(parameter.data_ptr() for parameter in model.parameters()))
+        if fixed != self._fixed:
+            self._recorded = None if hooked else _Recorded(evaluation_view(model))
+        self._fixed, self._evaluation = fixed, (held.frozen, *settings)
+        if self._recorded is not None and held.autocast is not None:
+            for own, module in zip(self._recorded.view.modules(), modules, strict=True):
+                if isinstance(module, nn.Linear):
+                    _convert(own, module, held.autocast)
+        return self._recorded
+
+
+def _convert(own: nn.Module, module: nn.Linear, dtype: torch.dtype) -> None:
+    """Set the parameters of `own` to those of a linear layer in autocast's dtype, at the same addresses each time."""
+    if own._parameters is module._parameters:
+        copies = {name: p if p is None else nn.Parameter(p.to(dtype), False) for name, p in own._parameters.items()}
+        vars(own)["_parameters"] = copies
+        return
+    for copy, parameter in zip(own.parameters(), module.parameters(), strict=True):
+        copy.copy_(parameter)
+
+
+def _from_window(
+    recorded: _Recorded, shape: _Shape, tokens: Tensor, targets: Tensor, state: Memory, temperature: float
+) -> tuple[Tensor, Memory]:
+    """Compute `nll_at` with memory at fixed addresses: once without a graph, then in the graph."""
+    view = recorded.view
+    if (window := recorded.windows.get(tokens.shape)) is None:
+        window = recorded.windows[tokens.shape] = MemoryWindow(state, tokens.shape[1])
+    window.load(state)
+    # The number of targets in a tail cluster is part of a shape, so such losses are computed after the graph.
+    has_losses = temperature != 1 or not view.config.cutoffs
+
+    def step(tokens: Tensor, targets: Tensor) -> tuple[Tensor]:
+        device = tokens.device.type
+        # The weights that autocast has cached end with its block, and a graph may serve longer.
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype, enabled=enabled, cache_enabled=False):
+            hidden = view.read_window(tokens, window)
+            if not has_losses:
+                return (hidden,)
+            if temperature == 1:
+                return (view.nll_of(hidden, targets),)
+            return (nll_at_temperature(view.log_probs_of(hidden), targets, temperature),)
+
+    if shape.n_read == WARM:
+        (result,) = step(tokens, targets)
+    else:
+        if shape.graph is None:
+            shape.graph = Captured(step, warm_up=0, beside=recorded.first)
+            recorded.first = recorded.first or shape.graph
+        (result,) = shape.graph(tokens, targets)
+    # A copy, because the next replay overwrites the result.
+    return result.clone() if has_losses else view.nll_of(result, targets), window.after()

@@ -1,0 +1,155 @@
+"""Evaluations with recorded steps: the same numbers as eager ones, to the last bit; on a CPU graphs are imitated."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.conftest import small_run
+from tests.models.test_contract import VARIANTS, V, lively
+from tests.training.test_trainer import events, train
+
+from txl.attention import KeyScope, Operands
+from txl.data.characters import CharVocabulary
+from txl.devices import Captured
+from txl.evaluation.perplexity import evaluate, evaluate_with
+from txl.evaluation.recorded import Recordings
+from txl.evaluation.stream import Settings
+from txl.evaluation.surprisal import surprisals
+from txl.models.transformer_xl import TransformerXL
+from txl.training.step import training_step
+
+TEXT = np.random.default_rng(0).integers(0, V, 203)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Function that begins the imitation of graphs, and returns the list of replays: the graph of each."""
+    replays = []
+
+    def record(self: Captured) -> Callable[[], None]:
+        def replay() -> None:
+            replays.append(self)
+            new = self._function(*self.inputs)
+            self.outputs = self.outputs or tuple(part.clone() for part in new)
+            for kept, part in zip(self.outputs, new, strict=True):
+                kept.copy_(part)
+
+        return replay
+
+    def begin() -> list[Captured]:
+        monkeypatch.setattr(Captured, "_record", record)
+        monkeypatch.setattr("txl.evaluation.recorded.records", lambda model: type(model) is TransformerXL)
+        return replays
+
+    return begin
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mem_len": 11, "window": "none", "temperature": 1.3},
+        {"mem_len": 0, "batch_size": 1, "exhaustive": True},
+        {"clamp_len": 3, "window": 5, "exhaustive": True, "dtype": "bfloat16"},
+        {"mem_len": 3},
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_eager_steps(variant, settings: dict[str, Any], recording):
+    """Memory shorter and longer than a segment, a last short segment, lanes of unequal length, autocast."""
+    dtype = torch.float32 if settings.get("dtype") else torch.float64
+    model, given = lively(VARIANTS[variant], dtype), {"segment": 4, "batch_size": 3, **settings}
+    eager = evaluate(model, TEXT, **given)
+    replays = recording()
+    assert evaluate(model, TEXT, **given).nll == eager.nll
+    n_segment = -(-(len(TEXT) // given["batch_size"] - 1) // given["segment"])
+    assert len(replays) >= n_segment - 8, "a step was not recorded"
+    assert len({id(graph) for graph in replays}) == 1
+
+
+def eagerly(model: TransformerXL, settings: Settings) -> float:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("txl.evaluation.recorded.records", lambda _: False)
+        return evaluate_with(model, TEXT, settings).nll
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_graphs_that_are_kept_follow_the_weights(dtype, recording):
+    """As in training. In the end every segment but the first of all is replayed, also while memory fills."""
+    # Rows of 64 bytes: sums in MKL may depend on alignment.
+    model = lively(dataclasses.replace(VARIANTS["post-norm"], d_head=16), torch.float32)
+    replays, kept = recording(), Recordings()
+    settings, used = Settings(4, 9, batch_size=3, dtype=dtype), 0
+    for _ in range(5):
+        eager, used = eagerly(model, settings), len(replays)
+        assert evaluate_with(model, TEXT, settings, recordings=kept).nll == eager
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight *= 1.05
+    assert len(replays) - used == -(-66 // 4) - 1
+    # Other settings and another model begin anew.
+    for reader, others in ((model, dataclasses.replace(settings, clamp_len=2)), (copy.deepcopy(model), settings)):
+        before = set(replays)
+        assert evaluate_with(reader, TEXT, others, recordings=kept).nll == eagerly(reader, others)
+        assert len(set(replays) - before) == 1
+
+
+def test_hooks_and_observers_are_called(recording):
+    model, replays, kept, seen = lively(VARIANTS["post-norm"]), recording(), Recordings(), []
+    settings = Settings(4, batch_size=3)
+    evaluate_with(model, TEXT, settings, recordings=kept)
+    used = len(replays)
+    hook = model.layers[0].register_forward_hook(lambda *given: seen.append(given))
+    evaluate_with(model, TEXT, settings, recordings=kept)
+    assert (len(seen), len(replays)) == (17, used)
+    hook.remove()
+
+    def attend(operands: Operands, scope: KeyScope, dropout: float = 0.0) -> torch.Tensor:
+        seen.append((operands, scope))
+        return model.backend(operands, scope, dropout)
+
+    attention = model.attentions[1]
+    attention.attend = attend
+    evaluate_with(model, TEXT, settings, recordings=kept)
+    assert (len(seen), len(replays)) == (2 * 17, used)
+    attention.attend = model.backend
+    assert evaluate_with(model, TEXT, settings, recordings=kept).nll == eagerly(model, settings)
+    assert len(replays) > used
+
+
+def test_scores_are_those_of_eager_steps(recording):
+    text = "a story of bees " * 16
+    vocabulary = CharVocabulary(sorted(set(text)))
+    torch.manual_seed(0)
+    model = TransformerXL(VARIANTS["post-norm"], len(vocabulary)).eval()
+    eager = list(surprisals(model, vocabulary, text, segment=4))
+    replays = recording()
+    assert list(surprisals(model, vocabulary, text, segment=4)) == eager
+    assert len(replays) > 50
+
+
+def test_evaluations_during_training_are_recorded(story, data_dir, tmp_path, recording, monkeypatch):
+    losses = {}
+    options = {
+        "train.eval_every": "5",
+        "train.steps": "30",
+        "eval.segment": "2",
+        "train.capture": "true",
+    }
+    for name in ("eager", "recorded"):
+        monkeypatch.setattr("txl.training.compilation.check_capture", lambda *_: None)
+        monkeypatch.setattr("txl.training.loop.CapturedStep", lambda: training_step)
+        replays = recording() if name == "recorded" else []
+        train(small_run(str(story), **options), tmp_path / name, data_dir)
+        losses[name] = [event["nll"] for event in events(tmp_path / name, "valid")]
+    # In float32, sums in MKL depend on the alignment of rows.
+    assert losses["recorded"] == pytest.approx(losses["eager"], rel=1e-8)
+    assert len(losses["eager"]) == 6
+    assert len(replays) > 50
