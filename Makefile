@@ -76,7 +76,8 @@ lm-eval: .venv-lm-eval/.installed
 # The kernels for NVIDIA GPUs, without one: their numbers in Triton's interpreter, their needs from compiled binaries.
 triton: .venv-triton/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_attention.py \
-		tests/models/test_fused_rows.py tests/models/test_fused_layers.py tests/models/test_fused_loss.py
+		tests/models/test_fused_rows.py tests/models/test_fused_layers.py tests/models/test_fused_loss.py \
+		tests/models/test_fused_ends.py
 	PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_binaries.py \
 		tests/models/test_loss_binaries.py tests/models/test_rows_binaries.py
 

@@ -19,8 +19,8 @@ from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding, AdaptiveSoftmax, MixtureOfSoftmaxes
 from txl.models.initial_weights import init_weights
 from txl.models.language_model import LanguageModel, StateT, check_targets
-from txl.models.layers import Dropout, HeadNorm, make_dropout
-from txl.models.loss import EVERY_TARGET, Objective, TailRows, at_least_float32, nll_at_temperature
+from txl.models.layers import Dropout, HeadNorm, LockedDropout, make_dropout
+from txl.models.loss import EVERY_TARGET, Objective, TailRows, at_least_float32, fused_dtype, nll_at_temperature
 
 
 class FamilyModel(LanguageModel[StateT]):
@@ -121,6 +121,8 @@ class FamilyModel(LanguageModel[StateT]):
             raise UserError(f"tokens have {tokens.shape[0]} lanes, the state has {state.batch_size}; expected the same")
         if tokens.shape[1] == 0:
             raise UserError("tokens have no positions; expected at least one in each lane")
+        if self.training and (fused := self._fused_embedded(tokens, positions, begins)) is not None:
+            return fused
         hidden = self.embedding(tokens)
         if self.training and self.config.dropout_words > 0:
             # One draw for the whole vocabulary: a word is dropped at all of its positions (Gal and Ghahramani 2016,
@@ -131,6 +133,25 @@ class FamilyModel(LanguageModel[StateT]):
                 factor[:, 0] = torch.where(begins, 1.0, factor[:, 0])
             hidden = hidden * factor[..., None].to(hidden.dtype)
         return self.dropout_embed(hidden if positions is None else hidden + positions.to(hidden.dtype))
+
+    def _fused_embedded(
+        self, tokens: Tensor, positions: Tensor | None, begins: Tensor | None
+    ) -> Float[Tensor, "B T E"] | None:
+        """Compute `_embedded` on a GPU with one kernel; None for a split or projected table, or with hooks."""
+        embedding, p, n_lane = self.embedding, self.config.dropout_words, len(tokens)
+        table = embedding.tables[0]
+        if embedding.split or len(embedding.projections) or table.dtype != torch.float32 or fused_dtype(table) is None:
+            return None
+        if not _is_plain(embedding, AdaptiveEmbedding):
+            return None
+        from txl.models.fused_ends import LookUp, looked_up
+
+        words = table.new_empty(self.vocab_size).bernoulli_(1 - p) if p > 0 else None
+        locked = positions is None and _is_plain(self.dropout_embed, LockedDropout)
+        lanes, factor = _locked_mask(self.dropout_embed, n_lane, table) if locked else (None, 1.0)
+        hidden = looked_up(table, tokens, LookUp(embedding.scale, words, 1 / (1 - p), begins, lanes, factor))
+        hidden = hidden if positions is None else hidden + positions.to(hidden.dtype)
+        return hidden if locked else self.dropout_embed(hidden)
 
     def chosen_nll(
         self, tokens: Tensor, at: Tensor, targets: Tensor, state: StateT, temperature: float = 1.0
@@ -156,18 +177,30 @@ class FamilyModel(LanguageModel[StateT]):
         whose loss does not count. m is the dropout mask of h in a recurrent model (Merity et al. 2017, Section 4.5, and
         their code) and 1 in a Transformer (the authors' Penn Treebank code).
         """
-        dropped, config = self.dropout_out(hidden), self.config
-        final = at_least_float32(hidden)
-        penalty = final.new_zeros(())
-        if config.activation_reg > 0:
-            squared = at_least_float32(dropped) if self.regularises_dropped else final
-            penalty = penalty + config.activation_reg * squared.square().mean()
-        if config.temporal_reg > 0 and targets.shape[1] > 1:
-            penalty = penalty + config.temporal_reg * final.diff(dim=1).square().mean()
+        dropped, penalty = self._regularised(hidden)
         # The softmax is the largest product of a small model: it is computed only where the loss counts.
         counted = objective.counted(targets.shape[1])
         nll = self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:], objective.tail_rows)
         return nll.mean(), penalty
+
+    def _regularised(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return h^N after dropout, and the sum of the regularisers; on a GPU with locked dropout by one kernel."""
+        config, dropout = self.config, self.dropout_out
+        plain = hidden.dtype == torch.float32 and fused_dtype(hidden) is not None
+        if self.training and plain and _is_plain(dropout, LockedDropout):
+            from txl.models.fused_ends import Regularisers, regularised
+
+            mask = _locked_mask(dropout, len(hidden), hidden)
+            factors = config.activation_reg, config.temporal_reg
+            return regularised(hidden, Regularisers(*mask, *factors, of_dropped=self.regularises_dropped))
+        dropped, final = dropout(hidden), at_least_float32(hidden)
+        penalty = final.new_zeros(())
+        if config.activation_reg > 0:
+            squared = at_least_float32(dropped) if self.regularises_dropped else final
+            penalty = penalty + config.activation_reg * squared.square().mean()
+        if config.temporal_reg > 0 and hidden.shape[1] > 1:
+            penalty = penalty + config.temporal_reg * final.diff(dim=1).square().mean()
+        return dropped, penalty
 
     def tail_rows(self, targets: Int64[Tensor, "B T"], loss: LossName) -> TailRows | None:
         """Return the number of counted targets in each tail cluster, for an `Objective`; `targets` is on a CPU."""
@@ -185,8 +218,13 @@ class FamilyModel(LanguageModel[StateT]):
         """Compute `nll_of` from hidden states after dropout; `tail_rows` as in `Objective`."""
         if self.mixture is not None:
             return self.mixture.nll(hidden, targets, self.softmax, self.embedding, tail_rows)
+        # Time-major results of kernels for GPUs are not copied to be batch-major.
+        turned = fused_dtype(hidden) is not None and hidden.stride(0) < hidden.stride(1)
+        if turned:
+            hidden, targets = hidden.transpose(0, 1), targets.t()
         nll = self.softmax.nll(hidden.flatten(0, 1), targets.flatten(), self.embedding, tail_rows)
-        return nll.view_as(targets)
+        nll = nll.view(targets.shape)
+        return nll.t() if turned else nll
 
     def log_probs_of(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T V"]:
         """Return log-probabilities of the next token; see `LanguageModel.log_probs_of`."""
@@ -194,3 +232,17 @@ class FamilyModel(LanguageModel[StateT]):
         if self.mixture is not None:
             return self.mixture.log_probs(hidden, self.softmax, self.embedding)
         return self.softmax.log_probs(hidden.flatten(0, 1), self.embedding).unflatten(0, hidden.shape[:2])
+
+
+def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a module is of this class and has no hooks, so that a kernel may compute what it computes."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is kind and not any(hooks)
+
+
+def _locked_mask(dropout: nn.Module, n_lane: int, like: Tensor) -> tuple[Tensor | None, float]:
+    """Draw the mask [B,E] of a locked dropout, 1 where a feature is kept, and its factor; None without dropout."""
+    assert isinstance(dropout, LockedDropout)
+    if not dropout.training or dropout.p == 0:
+        return None, 1.0
+    return like.new_empty(n_lane, like.shape[-1]).bernoulli_(1 - dropout.p), 1 / (1 - dropout.p)
