@@ -30,23 +30,30 @@ SIZES = ["n_head", "n_query", "n_key", "window", "first_lane", "first_head"]
 
 
 @triton.jit
-def _rows(start, row_stride, first, n_row, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Load rows first, ..., first + BLOCK - 1 of a matrix [n_row,width], with zeros outside: [BLOCK,WIDTH]."""
-    row = tl.arange(0, BLOCK)
-    feature = tl.arange(0, WIDTH)
-    inside = ((first + row >= 0) & (first + row < n_row))[:, None] & (feature < width)[None, :]
-    start += tl.cast(first, tl.int64) * row_stride  # rows of all lanes lie between two rows: beyond 2^31
-    return tl.load(start + row[:, None] * row_stride + feature[None, :], mask=inside, other=0.0)
+def _row(start, row_stride, first):
+    """Return the pointer to a row, in int64: the rows of all lanes lie between two rows of one."""
+    return start + tl.cast(first, tl.int64) * row_stride
 
 
 @triton.jit
-def _store_rows(start, row_stride, first, n_row, width, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows as `_rows` loads them, converted to the dtype that `start` points to."""
+def _rows(at, row_stride, first, n_row, width, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows first, ..., first + BLOCK - 1 of a matrix [n_row,width], with zeros outside: [BLOCK,WIDTH].
+
+    `at` points to the first of them: it moves along in a loop, which saves registers.
+    """
+    row = tl.arange(0, BLOCK)
+    feature = tl.arange(0, WIDTH)
+    inside = ((first + row >= 0) & (first + row < n_row))[:, None] & (feature < width)[None, :]
+    return tl.load(at + row[:, None] * row_stride + feature[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_rows(at, row_stride, first, n_row, width, rows, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """Store rows as `_rows` loads them, converted to the dtype that `at` points to."""
     row = tl.arange(0, BLOCK)
     feature = tl.arange(0, WIDTH)
     inside = (first + row < n_row)[:, None] & (feature < width)[None, :]
-    start += tl.cast(first, tl.int64) * row_stride
-    tl.store(start + row[:, None] * row_stride + feature[None, :], rows.to(start.dtype.element_ty), mask=inside)
+    tl.store(at + row[:, None] * row_stride + feature[None, :], rows.to(at.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -74,11 +81,17 @@ def _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.cons
 
 
 @triton.jit
-def _hidden(scores, first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.constexpr):
-    """Return the scores, -inf where a query does not see a key; most tiles are seen whole, and need no comparisons."""
+def _whole(first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.constexpr):
+    """Return whether all queries of a tile are there and see all its keys, as in most tiles."""
     nearest = n_key - n_query + first_query - first_key - (BLOCK - 1)  # shortest distance in the tile
     whole = (nearest >= 0) & (nearest + 2 * BLOCK - 2 < window) & (first_key >= oldest)
-    if not (whole & (first_query + BLOCK <= n_query)):
+    return whole & (first_query + BLOCK <= n_query)
+
+
+@triton.jit
+def _hidden(scores, first_query, first_key, n_query, n_key, window, oldest, BLOCK: tl.constexpr):
+    """Return the scores, -inf where a query does not see a key."""
+    if not _whole(first_query, first_key, n_query, n_key, window, oldest, BLOCK):
         seen = _seen(first_query, first_key, n_query, n_key, window, oldest, BLOCK)
         scores = tl.where(seen, scores, float("-inf"))
     return scores
@@ -144,26 +157,27 @@ def forward_kernel(
     block, head, lane = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     wide = head.to(tl.int64)  # int64, as the offset of a head's keys may exceed 2^31
     first_query = block * BLOCK
-    queries = lane * query_lane + wide * query_head
-    key += lane * key_lane + wide * key_head
-    value += lane * value_lane + wide * value_head
-    position += wide * position_head
+    queries = _row(lane * query_lane + wide * query_head, query_row, first_query)
     of_u = _rows(query_u + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     of_v = _rows(query_v + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
+    key_at = _row(key + lane * key_lane + wide * key_head, key_row, start)
+    value_at = _row(value + lane * value_lane + wide * value_head, value_row, start)
+    band = n_query - BLOCK - first_query  # first row of the band for a tile with first key 0
+    position_at = _row(position + wide * position_head, position_row, band + start)
     seed = 0 if seed_at is None else tl.load(seed_at)
 
     # Online softmax: the greatest score so far, the sum of exp(score - greatest), and the values weighted alike.
-    band = n_query - BLOCK - first_query  # first row of the band for a tile with first key 0
-    rows = _rows(position, position_row, band + start, n_key, width, BLOCK, WIDTH)
+    rows = _rows(position_at, position_row, band + start, n_key, width, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
     greatest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     sums = tl.zeros([BLOCK, WIDTH], tl.float32)
     for first_key in range(start, end, BLOCK):
-        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, width, BLOCK, WIDTH)
+        position_at += BLOCK * position_row
+        rows = _rows(position_at, position_row, band + first_key + BLOCK, n_key, width, BLOCK, WIDTH)
         high = _product(of_v, rows, PRECISION)
-        keys = _rows(key, key_row, first_key, n_key, width, BLOCK, WIDTH)
+        keys = _rows(key_at, key_row, first_key, n_key, width, BLOCK, WIDTH)
         scores = _product(of_u, keys, PRECISION) + _by_key(low, high, BLOCK)
         low = high
         scores = _hidden(scores * (scale * LOG2_E), first_query, first_key, n_query, n_key, window, oldest, BLOCK)
@@ -176,7 +190,9 @@ def forward_kernel(
         if seed_at is not None:
             kept = _kept(seed, lane, head, first_query, first_key, THRESHOLD, BLOCK)
             weights = tl.where(kept, weights, 0.0)
-        values = _rows(value, value_row, first_key, n_key, width, BLOCK, WIDTH)
+        values = _rows(value_at, value_row, first_key, n_key, width, BLOCK, WIDTH)
+        key_at += BLOCK * key_row
+        value_at += BLOCK * value_row
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
     if seed_at is not None:
         sums *= factor
@@ -212,71 +228,80 @@ def score_gradient_kernel(
     lane, head = first_lane + tl.program_id(2).to(tl.int64), first_head + tl.program_id(1)
     wide = head.to(tl.int64)
     first_query = block * BLOCK
-    queries = lane * query_lane + wide * query_head
-    key += lane * key_lane + wide * key_head
-    value += lane * value_lane + wide * value_head
-    position += wide * position_head
+    queries = _row(lane * query_lane + wide * query_head, query_row, first_query)
     of_u = _rows(query_u + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     of_v = _rows(query_v + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     grad = _rows(above + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     attended = _rows(out + queries, query_row, first_query, n_query, width, BLOCK, WIDTH)
     # delta_i = dO_i . O_i = sum_j P_ij dP_ij, which the softmax's derivative subtracts from every dP_ij.
-    delta = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
+    delta = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1) * scale
     row, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK)[None, :]
     exists = first_query + row < n_query
     row_lse = tl.load(lse + (lane * n_head + head) * n_query + first_query + row, mask=exists, other=0.0)
     oldest, start, end = _first_keys(oldest_of, lane, first_query, n_query, n_key, window, BLOCK)
     end = start + tl.cdiv(end - start, BLOCK) * BLOCK
+    key_at = _row(key + lane * key_lane + wide * key_head, key_row, start)
+    value_at = _row(value + lane * value_lane + wide * value_head, value_row, start)
+    band = n_query - BLOCK - first_query  # first row of the band for a tile with first key 0
+    position_at = _row(position + wide * position_head, position_row, band + start)
     seed = 0 if seed_at is None else tl.load(seed_at)
 
     place = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dense = (place * n_query + first_query) * pitch
-    in_row = row[:, None] * pitch + column
     applied += dense
     by_key += dense
     distance_row = tl.num_programs(2) * pitch
     place = tl.program_id(1).to(tl.int64) * n_query + first_query
     by_distance += (place * tl.num_programs(2) + tl.program_id(2)) * pitch
-    in_distance_row = row[:, None] * distance_row + column
-    shift = n_query - 1 - first_query - row[:, None]  # column by distance minus column by key
+    row = row[:, None]
+    shift = n_query - 1 - first_query - row  # column by distance minus column by key
     exists = exists[:, None]
 
     # Columns of keys that no query of the block sees. By distance, the last seen key of every row is in column S - 1.
     zeros = tl.zeros([BLOCK, BLOCK], by_key.dtype.element_ty)
     for first in range(0, start, BLOCK):
-        tl.store(applied + first + in_row, zeros, mask=exists)
-        tl.store(by_key + first + in_row, zeros, mask=exists)
+        tl.store(applied + (row * pitch + first + column), zeros, mask=exists)
+        tl.store(by_key + (row * pitch + first + column), zeros, mask=exists)
     for first in range(end, n_key, BLOCK):
         inside = exists & (first + column < pitch)
-        tl.store(applied + first + in_row, zeros, mask=inside)
-        tl.store(by_key + first + in_row, zeros, mask=inside)
+        tl.store(applied + (row * pitch + first + column), zeros, mask=inside)
+        tl.store(by_key + (row * pitch + first + column), zeros, mask=inside)
     whole = tl.maximum(n_query - BLOCK - first_query + start, 0) // BLOCK * BLOCK
     for first in range(0, whole, BLOCK):
-        tl.store(by_distance + first + in_distance_row, zeros, mask=exists)
+        tl.store(by_distance + (row * distance_row + first + column), zeros, mask=exists)
     for first in range(whole, n_query - 1 - first_query + start, BLOCK):
-        tl.store(by_distance + first + in_distance_row, zeros, mask=exists & (first + column < shift + start))
+        tl.store(
+            by_distance + (row * distance_row + first + column), zeros, mask=exists & (first + column < shift + start)
+        )
 
-    band = n_query - BLOCK - first_query
-    rows = _rows(position, position_row, band + start, n_key, width, BLOCK, WIDTH)
+    rows = _rows(position_at, position_row, band + start, n_key, width, BLOCK, WIDTH)
     low = _product(of_v, rows, PRECISION)
     for first_key in range(start, end, BLOCK):
-        rows = _rows(position, position_row, band + first_key + BLOCK, n_key, width, BLOCK, WIDTH)
+        position_at += BLOCK * position_row
+        rows = _rows(position_at, position_row, band + first_key + BLOCK, n_key, width, BLOCK, WIDTH)
         high = _product(of_v, rows, PRECISION)
-        keys = _rows(key, key_row, first_key, n_key, width, BLOCK, WIDTH)
+        keys = _rows(key_at, key_row, first_key, n_key, width, BLOCK, WIDTH)
         scores = _product(of_u, keys, PRECISION) + _by_key(low, high, BLOCK)
         low = high
-        values = _rows(value, value_row, first_key, n_key, width, BLOCK, WIDTH)
+        values = _rows(value_at, value_row, first_key, n_key, width, BLOCK, WIDTH)
         grad_weights = _product(grad, values, PRECISION)
-        scores = _hidden(scores * (scale * LOG2_E), first_query, first_key, n_query, n_key, window, oldest, BLOCK)
-        weights = tl.exp2(scores - row_lse[:, None])
+        key_at += BLOCK * key_row
+        value_at += BLOCK * value_row
+        scores = _hidden(scores, first_query, first_key, n_query, n_key, window, oldest, BLOCK)
+        weights = tl.exp2(scores * (scale * LOG2_E) - row_lse[:, None])
         used = weights
         if seed_at is not None:
             kept = _kept(seed, lane, head, first_query, first_key, THRESHOLD, BLOCK)
             used = tl.where(kept, weights * factor, 0.0)
-            grad_weights = tl.where(kept, grad_weights * factor, 0.0)
-        grad_scores = (weights * (grad_weights - delta[:, None]) * scale).to(of_u.dtype)
-        inside = exists & (first_key + column < pitch)
-        tl.store(applied + first_key + in_row, used.to(of_u.dtype), mask=inside)
-        tl.store(by_key + first_key + in_row, grad_scores, mask=inside)
-        inside = exists & (first_key + column + shift < n_key)
-        tl.store(by_distance + first_key + in_distance_row + shift, grad_scores, mask=inside)
+            grad_weights = tl.where(kept, grad_weights, 0.0)
+        grad_scores = (weights * (grad_weights * (scale * factor) - delta[:, None])).to(of_u.dtype)
+        if _whole(first_query, first_key, n_query, n_key, window, oldest, BLOCK):
+            tl.store(applied + (row * pitch + first_key + column), used.to(of_u.dtype))
+            tl.store(by_key + (row * pitch + first_key + column), grad_scores)
+            tl.store(by_distance + (row * distance_row + shift + first_key + column), grad_scores)
+        else:
+            inside = exists & (first_key + column < pitch)
+            tl.store(applied + (row * pitch + first_key + column), used.to(of_u.dtype), mask=inside)
+            tl.store(by_key + (row * pitch + first_key + column), grad_scores, mask=inside)
+            inside = exists & (first_key + column + shift < n_key)
+            tl.store(by_distance + (row * distance_row + shift + first_key + column), grad_scores, mask=inside)
