@@ -51,7 +51,7 @@ def _text(size: int, unit: str = "bpe", repeats: float = 1.0) -> TokenizedText:
 
 
 def _choice(size: int, minutes: float, rate: float = 4e10, repeats: float = 1.0, **given: str) -> ChosenRun:
-    base = base_run(minutes, bfloat16=True)
+    base = base_run(minutes)
     base.data = data_for(TextFacts(size, size // 3, 90), 60 * minutes, lambda _: size / 2e6)
     options = {name.replace("__", "."): value for name, value in given.items()}
     return choose(base, _text(size, base.data.unit, repeats), 60 * minutes, lambda run: _machine(run, rate), options)
@@ -186,7 +186,7 @@ def test_a_given_width_does_not_end_the_search_for_layers(given: dict[str, str])
         return _machine(run, 1e12)
 
     options = {name.replace("__", "."): value for name, value in given.items()}
-    choice = choose(base_run(600, bfloat16=True), _text(100_000_000), 36_000, machine, options)
+    choice = choose(base_run(600), _text(100_000_000), 36_000, machine, options)
     assert choice.run.model.n_layer > 6
     assert len(timed) == len(set(timed)), "a configuration is timed once"
 
@@ -207,7 +207,7 @@ def test_without_time_the_smallest_model_alone_is_timed(seconds: float):
         return StepTimes(0.1, 1e-4)
 
     with pytest.raises(UserError, match=r"remain for training, and a step takes 0\.1 s"):
-        choose(base_run(1, bfloat16=True), _text(10_000_000), seconds, measure, {})
+        choose(base_run(1), _text(10_000_000), seconds, measure, {})
     assert len(timed) == 1
 
 
@@ -216,7 +216,7 @@ def test_a_model_with_too_few_steps_is_not_chosen():
         assert isinstance(run.model, TransformerXLConfig)
         return StepTimes(0.1 if (run.model.d_model, run.train.batch_size) == (96, 16) else 5.0, 1e-5)
 
-    choice = choose(base_run(1, bfloat16=True), _text(10_000_000), 60, measure, {})
+    choice = choose(base_run(1), _text(10_000_000), 60, measure, {})
     assert choice.run.train.steps > 100
 
 
@@ -225,10 +225,10 @@ def test_a_model_that_does_not_fit_into_memory_is_not_chosen():
         assert isinstance(run.model, TransformerXLConfig)
         return _machine(run, 1e14) if run.model.d_model <= 192 else StepTimes(math.inf, math.inf)
 
-    choice = choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, measure, {})
+    choice = choose(base_run(60), _text(10_000_000), 3600, measure, {})
     assert choice.run.model.d_model == 192
     with pytest.raises(UserError, match="memory is too small"):
-        choose(base_run(60, bfloat16=True), _text(10_000_000), 3600, lambda _: StepTimes(math.inf, math.inf), {})
+        choose(base_run(60), _text(10_000_000), 3600, lambda _: StepTimes(math.inf, math.inf), {})
 
 
 def test_the_constants_are_those_that_the_curves_give():
@@ -264,7 +264,7 @@ def test_facts_of_a_text(tmp_path: Path):
 
 
 def test_a_short_run_begins_with_heads_that_copy():
-    run = base_run(2, bfloat16=True)
+    run = base_run(2)
     for before in ("normal", "induction"):  # a run that is planned again may have become longer
         for steps, init in ((rule.MOST_COPYING, "induction"), (rule.MOST_COPYING + 1, "normal")):
             assert isinstance(run.model, TransformerXLConfig)

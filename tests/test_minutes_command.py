@@ -241,7 +241,7 @@ def test_options_that_fit_the_choice_and_not_the_preset_are_taken(train: Train, 
     run = train.run()
     assert run.train.average_from == 9
     late = {"train.average_from": "5000", "train.min_learning_rate": "0.005"}
-    measuring.check_options(base_run(60, bfloat16=True), late, "cpu")
+    measuring.check_options(base_run(60), late, "cpu")
 
 
 def test_several_processes_do_not_choose(train: Train, monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,14 @@ hook or is of another class, all modules are called, and none of the one-token f
 
 from __future__ import annotations
 
-from txl.attention.backends import BACKENDS, Backend, RelativeAttention, attention_backend, attention_note
+from txl.attention.backends import (
+    BACKENDS,
+    Backend,
+    RelativeAttention,
+    attention_backend,
+    attention_note,
+    untimed_rival,
+)
 from txl.attention.equations import AttentionRefused, KeyScope, Operands, reference_attention
 from txl.attention.shifted import shifted_attention
 
@@ -38,4 +45,5 @@ __all__ = [
     "attention_note",
     "reference_attention",
     "shifted_attention",
+    "untimed_rival",
 ]

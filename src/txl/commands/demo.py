@@ -108,12 +108,10 @@ def suited(config: RunConfig, given: dict[str, str], device: str) -> RunConfig:
     """
     from txl.data.corpora import known_vocabulary_size
     from txl.minutes.rule import rate_of, with_copying
-    from txl.runs.environment import multiplies_bfloat16
     from txl.training import timing
-    from txl.training.compilation import can_capture
+    from txl.training.defaults import fast_options
 
-    config = with_options(config, ({"train.dtype": "bfloat16"} if multiplies_bfloat16(device) else {}) | given)
-    config = with_options(config, ({"train.capture": "true"} if can_capture(config, device) else {}) | given)
+    config = with_options(config, fast_options(config, given, device) | given)
     data, most = config.data, config.train.steps
     vocab_size = data.vocab_size if data.unit == "bpe" else known_vocabulary_size(data)
     if "train.steps" not in given and vocab_size is not None:

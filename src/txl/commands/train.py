@@ -74,8 +74,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(problem, field="fork", remedy="leave it out to start one")
     if arguments.init_from is not None and (out is None or not has_checkpoint(out)):
         RunDirectory(options.existing_run(arguments.init_from, "init_from")).config()
+    # Only a preset's own values are open: those of a run directory, or of a run that goes on, are as they were.
+    is_open = _names_preset(arguments) and (out is None or not has_checkpoint(out))
     if arguments.dry_run:
-        _dry_run(config, arguments)
+        _dry_run(config, arguments, is_open)
         return
     assert out is not None
     if os.environ.get("RANK", "0") == "0" and not arguments.fork:
@@ -83,6 +85,10 @@ def run(arguments: argparse.Namespace) -> None:
     from txl.training.trainer import Trainer, fork_of
 
     device, path, init_from = options.pick_device(arguments.device), out.path, arguments.init_from
+    if is_open and device.startswith("cuda"):
+        config, note = _fast(config, arguments, device)
+        if note and not quiet and os.environ.get("RANK", "0") == "0":
+            say(f"note: {note}")
     if arguments.fork:
         path, init_from = fork_of(config, path, device, arguments.data_dir)
         if init_from is not None:
@@ -99,7 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
     """Return the configuration of the preset, of the run in --out or of --init-from, or one chosen for --minutes."""
     from txl.data.corpora import with_absolute_paths
-    from txl.training.starting import has_checkpoint, imported
+    from txl.training.starting import as_begun, has_checkpoint, imported
 
     minutes, preset, changes = arguments.minutes, arguments.preset, options.config_options(arguments)
     out = None if arguments.out is None else RunDirectory(arguments.out)
@@ -112,7 +118,8 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
             supported = ("only transformer-xl is chosen by ", Field("minutes"))
             raise UserError(supported, field=name, value=changes[name], remedy="choose a preset")
     elif preset is not None:
-        return options.base_config(preset)
+        base = options.base_config(preset)
+        return base if out is None or not _names_preset(arguments) else as_begun(base, out)
     elif arguments.init_from is not None and (out is None or not has_checkpoint(out)):
         return options.base_config(str(options.existing_run(arguments.init_from, "init_from")))
     if out is not None and out.config_path.exists():
@@ -134,6 +141,33 @@ def _base(arguments: argparse.Namespace, began: float) -> RunConfig:
         choices = ("give a PRESET (see txl presets), ", Field("minutes", "N"), " or ", Field("init_from", "DIR"))
         raise UserError(("no preset is named, and ", Field("out"), " holds no run"), remedy=choices)
     return _chosen(arguments, began)
+
+
+def _names_preset(arguments: argparse.Namespace) -> bool:
+    from txl.presets import presets
+
+    return arguments.preset in presets()
+
+
+def _fast(config: RunConfig, arguments: argparse.Namespace, device: str, times: bool = True) -> tuple[RunConfig, str]:
+    """Return a preset's configuration with what is fast on this GPU, and a line that says so, often with its times.
+
+    What the user's options set stays. `times` is False if nothing is to be timed.
+    """
+    from txl.processes import process_count
+    from txl.training import defaults
+
+    changes = defaults.fast_options(config, options.config_options(arguments), device)
+    config = with_options(config, changes)
+
+    def measure(run: RunConfig) -> float:
+        return defaults.step_seconds(run, _vocabulary_size(config, arguments), device)
+
+    # The processes of torchrun would not time alike.
+    attention = defaults.chosen_attention(config, device, measure if times and process_count() == 1 else None)
+    if attention is not None and attention.timed:
+        config = with_options(config, {"model.attention": attention.name})
+    return config, defaults.note(changes, attention, device)
 
 
 def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
@@ -162,19 +196,30 @@ def _chosen(arguments: argparse.Namespace, began: float) -> RunConfig:
     return chosen.run
 
 
-def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> None:
-    """Print the resolved configuration, the parameters by part, the tokens per step and an estimate of memory."""
+def _vocabulary_size(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Return the vocabulary's size: of the run to resume, or of the run to start from, if there is one."""
     from txl.data.corpora import vocabulary_size
-    from txl.training.estimate import estimate
 
-    # The size is that of the run to resume, or of the run to start from, if there is one.
     out = arguments.out if arguments.preset is None and arguments.minutes is None else None
     runs = [RunDirectory(path) for path in (out, arguments.init_from) if path is not None]
     vocabularies = (run.vocabulary() for run in runs if run.config_path.exists())
-    vocab_size = next((len(vocabulary) for vocabulary in vocabularies if vocabulary is not None), None)
-    if vocab_size is None:
-        vocab_size = vocabulary_size(config.data, arguments.data_dir, quiet=arguments.quiet or arguments.json)
-    costs = estimate(config, vocab_size, options.pick_device(arguments.device))
+    known = next((len(vocabulary) for vocabulary in vocabularies if vocabulary is not None), None)
+    if known is not None:
+        return known
+    return vocabulary_size(config.data, arguments.data_dir, quiet=arguments.quiet or arguments.json)
+
+
+def _dry_run(config: RunConfig, arguments: argparse.Namespace, is_open: bool) -> None:
+    """Print the resolved configuration, the parameters by part, the tokens per step and an estimate of memory.
+
+    If the configuration `is_open`, it is that of a run on this device, whose attention may still be timed.
+    """
+    from txl.training.estimate import estimate
+
+    vocab_size, device = _vocabulary_size(config, arguments), options.pick_device(arguments.device)
+    if is_open and device.startswith("cuda"):
+        config, _ = _fast(config, arguments, device, times=False)
+    costs = estimate(config, vocab_size, device)
     if arguments.json:
         print_json({"config": config.to_dict(), "vocabulary_size": vocab_size, **costs.to_dict()})
         return

@@ -5,11 +5,11 @@ from __future__ import annotations
 import codecs
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from statistics import median
 
 import torch
 import zstandard
@@ -23,19 +23,17 @@ from txl.data.user_text import stdlib_pieces, user_pieces
 from txl.errors import UserError
 from txl.minutes import rule
 from txl.minutes.rule import StepTimes, TextFacts
-from txl.runs.environment import memory_bytes, multiplies_bfloat16
-from txl.training.compilation import can_capture, check_trainable
+from txl.runs.environment import memory_bytes
+from txl.training.compilation import check_trainable
+from txl.training.defaults import chosen_attention, fast_options
 from txl.training.estimate import estimate
 from txl.training.loop import check_validation_split, evaluate_in_training
 from txl.training.parallel import TrainedModel
-from txl.training.timing import seconds_of, training_workload
+from txl.training.timing import median_seconds, seconds_of, training_workload
 
 _LOOKED_AT = 64 * BLOCK  # bytes read from the beginning; the rest of a longer text is assumed to be similar
 _SAMPLE = 1 << 19  # bytes of the text in `TextFacts.sample`
 _FAR = 27  # base-2 logarithm of the largest distance, in bytes, over which repetition is found
-# Least time in seconds, and least number of steps, for which each configuration is timed. On an H200, the choice among
-# 13 configurations took 42 s with a second for each.
-_TIMED_SECONDS, _TIMED_SECONDS_ON_GPU, _TIMED_STEPS = 1.0, 0.2, 3
 _SAMPLE_CHUNK = 1 << 14  # characters passed to the BPE library at once while a sample is timed; its threads share them
 _LONG_STEP_SHARE = 0.005  # of the minutes; a configuration whose first step takes longer is timed by that step alone
 _MOST_MEMORY = 0.6  # largest estimated memory of a configuration, as a share of the machine's memory
@@ -71,8 +69,8 @@ def run_in_minutes(
     Raises:
         UserError: if the text is too small, the time too short, or the options break a rule.
     """
-    base = rule.base_run(minutes, multiplies_bfloat16(device))
-    base.train.capture = can_capture(with_options(base, options), device)
+    base = rule.base_run(minutes)
+    base = with_options(base, fast_options(base, options, device))
     check_options(base, options, device)
     name = with_absolute_paths(with_options(base, options).data).corpus
     facts = text_facts(name)
@@ -99,11 +97,36 @@ def run_in_minutes(
         return rule.AIM * 60 * minutes - (time.perf_counter() - began)
 
     longest = _LONG_STEP_SHARE * 60 * minutes
-    choice = rule.choose(base, text, left(), lambda run: measured_speed(run, corpus, device, longest), options)
+
+    def measure(run: RunConfig) -> StepTimes:
+        return measured_speed(run, corpus, device, longest)
+
+    choice = rule.choose(base, text, left(), measure, options)
+    run, speed = with_fast_attention(choice.run, device, choice.speed, measure)
     seconds = left()  # measured again, because timing took some time
-    choice = replace(rule.planned(choice.run, text, seconds, choice.speed, options), tried=choice.tried)
+    choice = replace(rule.planned(run, text, seconds, speed, options), tried=choice.tried)
     rule.check_steps(choice, seconds)
     return MinutesRun(choice.run, rule.reasons(choice, text, minutes, prepared, options))
+
+
+def with_fast_attention(
+    run: RunConfig, device: str, speed: StepTimes, measure: Callable[[RunConfig], StepTimes]
+) -> tuple[RunConfig, StepTimes]:
+    """Return a run with the attention that is fastest on a GPU of a kind that nobody measured, and its times.
+
+    Where the attention is known or given, run and `speed` are returned unchanged, and nothing is timed.
+    """
+    times: dict[str, StepTimes] = {}
+
+    def step_seconds(tried: RunConfig) -> float:
+        name = getattr(tried.model, "attention", "")
+        times[name] = measure(tried)
+        return times[name].step
+
+    attention = chosen_attention(run, device, step_seconds)
+    if attention is None or attention.name not in times:
+        return run, speed
+    return with_options(run, {"model.attention": attention.name}), times[attention.name]
 
 
 def text_facts(corpus: str) -> TextFacts:
@@ -196,15 +219,9 @@ def measured_speed(run: RunConfig, corpus: Corpus, device: str, longest: float) 
 
 def _timed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepTimes:
     model, step = training_workload(run, len(corpus.vocabulary), device, must_compile=False)
-    steps = [seconds_of(step, device)]
-    if steps[0] < longest:
-        seconds_of(step, device)
-        steps = [seconds_of(step, device) for _ in range(_TIMED_STEPS)]
-        least = _TIMED_SECONDS_ON_GPU if device.startswith("cuda") else _TIMED_SECONDS
-        while sum(steps) < least:
-            steps.append(seconds_of(step, device))
+    seconds = median_seconds(step, device, longest)
     if not run.train.eval_every:
-        return StepTimes(median(steps), math.inf)
+        return StepTimes(seconds, math.inf)
     some = RunConfig.from_dict(run.to_dict())
     some.train.eval_tokens = min(len(corpus.tokens("valid")), 2 * run.eval.segment * run.validation_lanes)
     model, done = model.eval(), 0
@@ -214,4 +231,4 @@ def _timed(run: RunConfig, corpus: Corpus, device: str, longest: float) -> StepT
         done = evaluate_in_training(model, some, corpus, TrainedModel(model), lambda: False).tokens
 
     evaluation()  # not timed, because the first evaluation converts the weights
-    return StepTimes(median(steps), seconds_of(evaluation, device) / done)
+    return StepTimes(seconds, seconds_of(evaluation, device) / done)

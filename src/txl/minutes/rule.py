@@ -92,11 +92,10 @@ class ChosenRun:
     tried: int = 1  # number of configurations that were timed
 
 
-def base_run(minutes: float, bfloat16: bool) -> RunConfig:
+def base_run(minutes: float) -> RunConfig:
     """Return the configuration that all choices are based on: the recipe of stdlib-bpe, named after the minutes."""
     run = preset("stdlib-bpe")
     run.name = planned_name(minutes)
-    run.train.dtype = "bfloat16" if bfloat16 else "float32"
     return run
 
 

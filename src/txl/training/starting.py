@@ -7,10 +7,11 @@ import os
 import re
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from txl.config import RunConfig, differences, may_change, with_unset_data
+from txl.config import RunConfig, TransformerXLConfig, differences, may_change, with_unset_data
 from txl.data.corpora import Corpus, is_named
 from txl.errors import Field, UserError
 from txl.files import absolute, check_utf8, reason_of, refuse_file
@@ -112,6 +113,21 @@ def has_checkpoint(directory: RunDirectory) -> bool:
     """Return whether a run has written a checkpoint, including one that was later refused."""
     folder = directory.checkpoints
     return folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+
+
+def as_begun(run: RunConfig, directory: RunDirectory) -> RunConfig:
+    """Return a preset's configuration with what `txl.training.defaults` may have chosen, as in the run of a directory.
+
+    It is returned unchanged if the directory holds no checkpoint, or a run that did not begin on a GPU.
+    """
+    started = directory.log().started if directory.config_path.exists() and has_checkpoint(directory) else None
+    if started is None or not started["hardware"]["device"].startswith("cuda"):
+        return run
+    begun = directory.config()
+    train, model = replace(run.train, dtype=begun.train.dtype, capture=begun.train.capture), run.model
+    if isinstance(model, TransformerXLConfig) and isinstance(begun.model, TransformerXLConfig):
+        model = replace(model, attention=begun.model.attention)
+    return replace(run, train=train, model=model)
 
 
 def refuse_other_run(directory: RunDirectory, run: RunConfig, extend: bool = False) -> None:
