@@ -225,8 +225,10 @@ class TrainConfig(Section):
         at_least=1,
         none="no early stop",
     )
-    dtype: Literal["float32", "bfloat16", "float64"] = setting(
-        "float32", "number format; bfloat16: of matrix products only (autocast); float64: of everything"
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = setting(
+        "float32",
+        "number format; bfloat16, float16: of matrix products only (autocast), float16 with dynamic loss scaling for "
+        "GPUs without bfloat16; float64: of everything",
     )
     parallel: Literal["ddp", "fsdp"] = setting(
         "ddp",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from txl.config import ModelConfig, RecurrentConfig, RunConfig, TrainConfig
 from txl.data.vocabulary import Vocabulary
-from txl.devices import Captured, sent
+from txl.devices import Captured, compute_capability, sent
 from txl.errors import Field, UserError
 from txl.models import FAMILIES, build_model
 from txl.models.family import FamilyModel
@@ -41,9 +41,16 @@ def check_trainable(run: RunConfig, device: str) -> None:
         problem = "training is not supported, because the device's random numbers are not saved with the run"
         raise UserError(problem, field="device", value=device, remedy=("use ", Field("device", "cpu")))
     FAMILIES[type(run.model)].check_training(run.model, device, getattr(torch, train.dtype))
+    is_gpu, capability = device.startswith("cuda"), compute_capability(device)
+    if train.dtype == "float16" and not is_gpu:
+        but, remedy = f"this run trains on {device}, and float16 needs an NVIDIA GPU", Field("train.dtype", "float32")
+        raise UserError(field="train.dtype", value=train.dtype, but=but, remedy=("use ", remedy))
+    if train.dtype == "bfloat16" and capability is not None and capability < (8, 0):
+        but, remedy = "this GPU has no bfloat16", Field("train.dtype", "float16")
+        raise UserError(field="train.dtype", value=train.dtype, but=but, remedy=("use ", remedy))
     if train.capture:
         check_capture(run, device)
-    if train.tf32 and not device.startswith("cuda"):
+    if train.tf32 and not is_gpu:
         but = f"this run trains on {device}, and TF32 needs an NVIDIA GPU"
         raise UserError(field="train.tf32", value=True, but=but, remedy="leave it out")
 

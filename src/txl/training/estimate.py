@@ -114,7 +114,8 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     if train.optimizer == "sgd":
         moments = total if train.momentum > 0 else 0
     gradients = 4 * total
-    copies = 2 * total if train.dtype == "bfloat16" else 0  # autocast keeps them to the end of the forward pass
+    # Autocast keeps them to the end of the forward pass.
+    copies = 2 * total if train.dtype in ("bfloat16", "float16") else 0
     memory = {
         "weights": 4 * total + copies,
         "gradients": gradients,
@@ -191,7 +192,7 @@ def _measured(model: ModelConfig, train: TrainConfig, vocab_size: int, rows: Tai
         before = live.now - weights
         tokens = torch.zeros(lanes, train.segment * train.backprop_segments, dtype=torch.int64)
         objective = Objective(train.loss, 0.0, rows, train.step_lengths)
-        with torch.autocast("cpu", torch.bfloat16, enabled=train.dtype == "bfloat16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=train.dtype in ("bfloat16", "float16")):
             loss, penalty, state = built.training_terms(tokens, tokens, state, objective)
         kept = live.now - weights - before
         (loss + penalty).backward()

@@ -28,7 +28,7 @@ from txl.training.compilation import CapturedStep
 from txl.training.display import StepFigures
 from txl.training.pace import Pace, PlannedEnd
 from txl.training.parallel import TrainedModel
-from txl.training.recovery import check_end, report_spike, skip_update
+from txl.training.recovery import check_end, check_memory, report_spike, skip_update
 from txl.training.saver import CheckpointSaver, point_at_best
 from txl.training.schedule import average_begins, has_converged, learning_rate
 from txl.training.signals import StopRequest, stop_requests
@@ -226,6 +226,9 @@ class TrainingLoop:
         if not result.updated:
             if state.average is not None:
                 state.average.count = update.averaged or 0
+            if result.overflowed:
+                check_memory(state, self.setup)
+                return False
             skip_update(state, self.setup, self.saver, result, update.segment)
             return False
         counters.last_norm, counters.last_loss, counters.skipped_in_a_row = result.grad_norm, result.loss, 0

@@ -26,6 +26,7 @@ _MUON_MOMENTUM = 0.95  # in all published recipes
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: the steepest quintic at 0 that keeps values near 1
 _NEWTON_SCHULZ_STEPS = 5
 _CLIP_EPSILON = 1e-6  # as in `torch.nn.utils.clip_grad_norm_`
+_DOUBLE_AFTER = 2000  # finite updates in a row after which the scale of the loss is doubled, as in `torch.amp`
 _EPSILON = 1e-7  # smallest norm that a matrix is divided by
 _MOST_AT_ONCE = 1 << 22  # elements above which a batch of matrices is orthogonalised, to bound the batch's memory
 
@@ -39,6 +40,36 @@ class Group:
     lr_factor: float  # factor of the schedule's learning rate
     matrices: tuple[int, int] | None = None  # Muon: matrices below and beside one another in each parameter
     rate: float | Tensor = 0.0  # a tensor in recorded steps, because a graph keeps the value of a Python number
+
+
+class LossScale:
+    """The factor of the loss in float16, so that small gradients do not become 0 (Micikevicius et al. 2018).
+
+    It is halved, down to 1, by an update whose loss or gradient is not finite, and doubled after 2000 updates in a row
+    that are. Both numbers are on the device, because recorded steps change them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.factor = torch.full((), 2.0**16, device=device)
+        self.n_finite = torch.zeros((), device=device)  # updates in a row since the factor changed
+
+    def update(self, bad: Tensor, void: Tensor | None) -> Tensor:
+        """Change the factor after an update, unless `void` is set; return whether it was `bad` and could be halved."""
+        could_halve = bad & (self.factor > 1)
+        n_finite = (self.n_finite + 1).masked_fill(bad, 0)
+        doubled = self.factor * (1 + (n_finite >= _DOUBLE_AFTER).float())
+        factor = torch.where(bad, (self.factor / 2).clamp(min=1.0), doubled)
+        n_finite = torch.where(n_finite >= _DOUBLE_AFTER, 0.0, n_finite)
+        if void is not None:
+            factor, n_finite = torch.where(void, self.factor, factor), torch.where(void, self.n_finite, n_finite)
+            could_halve = could_halve & ~void
+        self.factor.copy_(factor)
+        self.n_finite.copy_(n_finite)
+        return could_halve
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the state by name, as a checkpoint stores it."""
+        return {"factor": self.factor, "n_finite": self.n_finite}
 
 
 class Optimizer:
@@ -62,6 +93,7 @@ class Optimizer:
         # A GPU clips gradients in the pass that updates the weights: PyTorch's fused Adam divides them by a float32.
         self._divides = device.type != "cpu" and config.optimizer != "sgd" and not self._is_sharded
         self._divides &= config.dtype != "float64"
+        self.loss_scale = LossScale(device) if config.dtype == "float16" else None
         if config.capture:
             for group in groups:
                 group.rate = torch.tensor(config.learning_rate, device=device)
@@ -77,19 +109,26 @@ class Optimizer:
 
     @torch.no_grad()
     def clip(self, parameters: Iterable[nn.Parameter], largest: float) -> tuple[Tensor, Tensor | None]:
-        """Clip the gradients of all parameters to a largest norm; 0: do not clip them.
+        """Remove the loss's scale from all gradients, and clip them to a largest norm; 0: do not clip them.
 
         Returns:
             Norm of all gradients before clipping, and the number by which `step` has to divide the gradients. None: the
             gradients are clipped.
         """
-        largest = largest or math.inf
-        if not self._divides:  # without clipping, the call still returns the norm
-            return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, largest)), None
+        largest, parameters = largest or math.inf, list(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale = None if self.loss_scale is None else self.loss_scale.factor
+        if not self._divides:  # without clipping, the call still returns the norm
+            if scale is not None:
+                torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
+            return full_tensor(torch.nn.utils.clip_grad_norm_(parameters, largest)), None
         norms = torch._foreach_norm(gradients)  # pyright: ignore[reportPrivateImportUsage]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        return norm, None if largest == math.inf else ((norm + _CLIP_EPSILON) / largest).clamp(min=1.0)
+        norm = norm if scale is None else norm / scale
+        divisor = None if largest == math.inf else ((norm + _CLIP_EPSILON) / largest).clamp(min=1.0)
+        if scale is not None:  # a copy, because the scale changes before the gradients are divided
+            divisor = scale.clone() if divisor is None else divisor * scale
+        return norm, divisor
 
     @torch.no_grad()
     def step(self, skipped: Tensor | None = None, divisor: Tensor | None = None) -> None:

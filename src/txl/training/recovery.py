@@ -26,12 +26,11 @@ def skip_update(
     skipped updates in a row, and weights that are not finite themselves, raise TrainingDiverged.
     """
     counters, processes = state.counters, setup.trained.processes
+    check_memory(state, setup)
     counters.skipped += 1
     counters.skipped_in_a_row += 1
     if not math.isfinite(result.loss):
         counters.last_loss = None
-    if processes.any(not all(is_finite(memory) for memory in state.memory)):
-        state.memory = setup.empty_memory()
     fields = {
         "loss": str(result.loss),
         "grad_norm": str(result.grad_norm),
@@ -57,6 +56,12 @@ def skip_update(
         f"the batch is in {path.name}, {last_checkpoint(setup.directory)}",
         remedy=REMEDY,
     )
+
+
+def check_memory(state: TrainingState, setup: TrainingSetup) -> None:
+    """Empty the memory of all lanes in all processes if it holds numbers that are not finite."""
+    if setup.trained.processes.any(not all(is_finite(memory) for memory in state.memory)):
+        state.memory = setup.empty_memory()
 
 
 def is_finite(memory: State) -> bool:

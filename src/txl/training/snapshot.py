@@ -49,6 +49,8 @@ def copied_state(state: TrainingState, setup: TrainingSetup) -> Contents:
     weights = {name: copied(full_tensor(tensor)) for name, tensor in state.best_model.state_dict().items()}
     memory, sharded = _joined(state.memory, processes), {}
     tensors = {f"optimizer.{name}": tensor for name, tensor in optimizer_tensors(state.optimizer, state.model).items()}
+    if state.optimizer.loss_scale is not None:
+        tensors |= {f"loss_scale.{name}": tensor for name, tensor in state.optimizer.loss_scale.tensors().items()}
     if state.average is not None:  # the weights that are trained; `weights` holds their average
         tensors |= {f"weights.{name}": tensor for name, tensor in state.model.state_dict().items()}
     if trained.is_sharded:
@@ -143,6 +145,10 @@ def restore(state: TrainingState, setup: TrainingSetup, checkpoint: VerifiedChec
             if state.average is not None:
                 load_weights(state.model, _under("weights.", tensors), source)
         load_optimizer_tensors(state.optimizer, state.model, _under("optimizer.", tensors))
+        saved = _under("loss_scale.", tensors)
+        if state.optimizer.loss_scale is not None and saved:  # none in a checkpoint of a run in another dtype
+            for name, tensor in state.optimizer.loss_scale.tensors().items():
+                tensor.copy_(saved[name])
         state.memory = _divided(_under("memory.", tensors), setup)
         _restore_generators(_under("random.", tensors), setup, n_process, counters.step)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:

@@ -42,20 +42,22 @@ class UpdateResult(NamedTuple):
     loss: float  # mean nats over the targets that count, before the update and without regularisation terms
     grad_norm: float  # before clipping
     updated: bool  # False: the update was skipped (not finite, or `void` was set), and the weights are unchanged
+    overflowed: bool = False  # True: skipped because the scaled loss was too large for float16, and is scaled less now
 
 
 class StepOutput(NamedTuple):
     """Tensors that an update returns; those on the device may still be computed."""
 
-    numbers: Tensor  # loss, gradient norm, and 1 if the update was skipped, else 0: float64 [3]
-    skipped: Tensor  # the third number as a bool without dimension
+    # Loss, gradient norm, and 0 if the update was made, 1 if it was skipped, 2 if float16 overflowed: float64 [3].
+    numbers: Tensor
+    skipped: Tensor  # whether the third number is not 0, as a bool without dimension
     states: list[State]  # new memory of each part of the lanes
     n_target: int  # number of targets that had a loss, in all processes
 
     def result(self) -> UpdateResult:
         """Return the figures of the update, after waiting for the device."""
-        loss, grad_norm, skipped = self.numbers.tolist()
-        return UpdateResult(loss, grad_norm, skipped == 0)
+        loss, grad_norm, outcome = self.numbers.tolist()
+        return UpdateResult(loss, grad_norm, updated=outcome == 0, overflowed=outcome == 2)
 
 
 class PendingUpdate:
@@ -99,7 +101,8 @@ def training_step(
 
     The lanes are divided into as many parts as there are states, each with its own passes and memory. The gradient is
     that of the mean over all lanes, including those of other processes. If the optimiser supports it
-    (`skips_on_device`), an update that is not finite is skipped on the device, without waiting for it.
+    (`skips_on_device`), an update that is not finite is skipped on the device, without waiting for it. In float16 the
+    loss is scaled (`LossScale`).
 
     Args:
         trained: model in training mode.
@@ -115,7 +118,9 @@ def training_step(
     rows = [None] * parts if inputs.tail_rows is None else inputs.tail_rows
     losses: list[Tensor] = []
     new_states: list[State] = []
-    autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+    half = torch.float16 if config.dtype == "float16" else torch.bfloat16
+    autocast = torch.autocast(tokens.device.type, half, enabled=config.dtype in ("float16", "bfloat16"))
+    scale = optimizer.loss_scale
     lanes = zip(tokens.chunk(parts), targets.chunk(parts), inputs.states, rows, strict=True)
     for number, (part_tokens, part_targets, state, room) in enumerate(lanes):
         if number and abandon is not None and abandon():
@@ -126,7 +131,8 @@ def training_step(
             with autocast:
                 loss, penalty, new_state = trained.training_terms(part_tokens, part_targets, state, objective)
             # All parts have equally many targets, so the mean of their means is the mean over the whole batch.
-            ((loss + penalty) / parts).backward()
+            mean = (loss + penalty) / parts
+            (mean if scale is None else mean * scale.factor).backward()
         losses.append(loss.detach().double() / parts)
         new_states.append(new_state)
     norm, divisor = optimizer.clip(trained.model.parameters(), config.clip)
@@ -134,6 +140,7 @@ def training_step(
     # A sum is not finite if one of its terms is not, so all processes decide alike.
     means = processes.sum_of(figures) / processes.count if processes.count > 1 else figures
     skipped = (means - means != 0).any()  # the difference of a number that is not finite is NaN
+    overflowed = None if scale is None else scale.update(skipped, inputs.void)
     if inputs.void is not None:
         skipped = skipped | inputs.void
     optimizer.step(skipped, divisor)
@@ -142,4 +149,5 @@ def training_step(
         inputs.average.update(trained.model, skipped)
     counted = sum(map(Objective(config.loss).counted, inputs.lengths or targets.shape[1:]))
     n_target = processes.count * len(targets) * counted
-    return StepOutput(torch.stack([means[0], figures[1], skipped.double()]), skipped, new_states, n_target)
+    outcome = skipped.double() if overflowed is None else skipped.double() + overflowed
+    return StepOutput(torch.stack([means[0], figures[1], outcome]), skipped, new_states, n_target)

@@ -359,6 +359,9 @@ def _check_processes(run: RunConfig, processes: Processes) -> None:
     if count > 1 and train.parallel == "fsdp" and (train.averages or train.optimizer == "muon"):
         but = "neither an average of the weights nor train.optimizer muon can be sharded"
         raise UserError(field="train.parallel", value="fsdp", but=but, remedy=("use ", Field("train.parallel", "ddp")))
+    if count > 1 and train.parallel == "fsdp" and train.dtype == "float16":
+        but = "in float16 the weights cannot be sharded"
+        raise UserError(field="train.parallel", value="fsdp", but=but, remedy=("use ", Field("train.parallel", "ddp")))
 
 
 def fork_of(
