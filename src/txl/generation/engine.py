@@ -26,6 +26,7 @@ from torch import Tensor
 from txl.config import Limit
 from txl.devices import sent
 from txl.errors import UserError
+from txl.generation.fused_step import FusedStep, why_not_fused
 from txl.generation.sampling import (
     REASONS,
     Sampling,
@@ -141,7 +142,8 @@ class DecodeEngine:
                     self._step = CompiledStep(self.model, self._slots, clamp, weights)
                 else:
                     captured = compile and like.device.type == "cuda"
-                    self._step = StaticStep(self.model, self._slots, clamp, captured=captured)
+                    kind = FusedStep if captured and why_not_fused(self.model) is None else StaticStep
+                    self._step = kind(self.model, self._slots, clamp, captured=captured)
         self.compiled = isinstance(self._step, CompiledStep)
         """True: steps are computed by the compiled library."""
         self._next = torch.zeros(max_streams, dtype=torch.int64, device=like.device)

@@ -39,10 +39,12 @@ class Slots:
     def __init__(self, n_layer: int, n_slot: int, n_head: int, d_head: int, capacity: int, like: Tensor):
         # One more than memory has: the key of the token that is being read takes a place too.
         self.size = capacity + 1
-        # On a GPU, stored as [B,H,R,D], so that the rings of the first slots are one contiguous block.
+        # On a GPU, stored as [B,H,R,D], so that the rings of the first slots are one contiguous block, in rows of a
+        # width that suits loads of 16 bytes.
         self.lanes_first = runs_ahead(like)
         shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
-        rings = [like.new_zeros(*shape, self.size, d_head) for _ in range(2 * n_layer)]
+        width = stored_width(d_head) if self.lanes_first else d_head
+        rings = [like.new_zeros(*shape, self.size, width)[..., :d_head] for _ in range(2 * n_layer)]
         if self.lanes_first:
             rings = [ring.transpose(0, 1) for ring in rings]
         self.keys, self.values = rings[:n_layer], rings[n_layer:]  # [H,B,R,D] a layer
@@ -89,6 +91,11 @@ class Slots:
         with torch.inference_mode():
             for ring in (*self.keys, *self.values):
                 ring[:, slot].zero_()
+
+
+def stored_width(d_head: int) -> int:
+    """Return the number of columns in which keys and values of a head lie on a GPU: a multiple of 16."""
+    return -(-d_head // 16) * 16
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""The decoding step on NVIDIA GPUs: Triton kernels for attention, and for the products of a few lanes.
+
+Up to `_FEW` lanes a step is bound by launches and by reading the weights: five kernels a layer. With more lanes it is
+bound by reading keys and values: one kernel reads them once, and PyTorch computes the rest.
+
+Shapes: n lanes, H heads, D width of a head, E d_model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from txl.attention.triton_attention import why_not_triton
+from txl.generation.steps import Slots, StaticStep, stored_width
+from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL, TransformerXLLayer
+
+_FEW = 8  # lanes whose products are computed by `product_kernel`
+_TILE = 8192  # bytes of a tile of keys: four loads of 16 bytes a thread
+_PROGRAMS = 8192  # of the attention kernel, if memory is long enough: so many that the last ones cost little
+_MOST_SPLITS = 32  # programs that share a head
+_STAGES = 3  # one tile of keys and values is used while two are on their way
+
+
+def why_not_fused(model: TransformerXL) -> str | None:
+    """Return why the kernels cannot decode a model, as a phrase that follows their name; None if they can."""
+    like = model.softmax.bias
+    return why_not_triton(like.device, like.dtype, model.config.d_head)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of a layer as the kernels read them: contiguous, in rows of a multiple of 16 numbers."""
+
+    module: TransformerXLLayer
+    positions: Float[Tensor, "H R C"]  # W_kR R, the nearest distance first
+    biases: tuple[Tensor, Tensor]  # u and v
+    projections: Tensor | None  # W_q, W_k and W_v one below the other; None: the modules project
+
+    @property
+    def attention(self) -> RelativeMultiHeadAttention:
+        """The module of the attention sub-layer."""
+        return self.module.attention
+
+
+class FusedStep(StaticStep):
+    """`StaticStep` in the kernels, for models in float32 and bfloat16; sums and softmax are in float32."""
+
+    def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
+        super().__init__(model, slots, clamp_len, captured)
+        config, shared = model.config, (model.u, model.v) if model.shares_biases else None
+        # Modules compute models of other structure; their attention is that of the kernel all the same.
+        self._is_usual = not (config.pre_norm or config.qk_norm)
+        missing = stored_width(config.d_head) - config.d_head
+        self._layers = []
+        for module, position in zip(model.layers, self.positions, strict=True):
+            attention = cast(TransformerXLLayer, module).attention
+            parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+            self._layers.append(
+                _Layer(
+                    cast(TransformerXLLayer, module),
+                    F.pad(position.flip(1), (0, missing)).contiguous(),
+                    cast(tuple[Tensor, Tensor], tuple(bias.contiguous() for bias in attention.biases(shared))),
+                    torch.cat(parts) if self._is_usual else None,
+                )
+            )
+        self.positions = ()
+        # Weights whose rows are no multiple of 16 numbers are copied once, by the address of the original.
+        self._aligned: dict[int, Tensor] = {}
+        self._tickets = torch.zeros(len(self.lanes) * config.n_head, dtype=torch.int32, device=self.lanes.device)
+
+    def _log_probs(self, tokens: Int64[Tensor, " n"]) -> tuple[Float[Tensor, "n V"]]:
+        """Read the next tokens of the first n slots."""
+        hidden = self.model.embedding.of_every_cluster(tokens[:, None])
+        few = self._is_usual and len(tokens) <= _FEW
+        hidden = self._few_rows(hidden[:, 0].contiguous())[:, None] if few else self._many_rows(hidden)
+        return (self.model.log_probs_of(hidden)[:, 0],)
+
+    def _few_rows(self, hidden: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
+        """Compute all layers in five kernels each; a LayerNorm is computed by the product that reads it."""
+        norm, residual = None, hidden
+        for number, layer in enumerate(self._layers):
+            attention, after = layer.attention, layer.module.feed_forward
+            assert layer.projections is not None
+            projected, residual = self._product(hidden, layer.projections, norm=norm, residual=residual)
+            attended = self._attended(number, *projected.chunk(3, dim=1))
+            merged, _ = self._product(attended, attention.o_proj.weight)
+            inner, residual = self._product(
+                merged, after.inner.weight, after.inner.bias, norm=attention.norm, residual=residual, relu=True
+            )
+            hidden, _ = self._product(inner, after.outer.weight, after.outer.bias)
+            norm = after.norm
+        assert norm is not None
+        return norm(hidden + residual)
+
+    def _many_rows(self, hidden: Float[Tensor, "n 1 E"]) -> Float[Tensor, "n 1 E"]:
+        """Compute all layers in PyTorch and the kernels of attention."""
+        for number, layer in enumerate(self._layers):
+            attention = layer.attention
+            if layer.projections is not None:
+                rows = F.linear(hidden[:, 0], layer.projections).chunk(3, dim=1)
+            else:
+                context = attention.norm(hidden) if attention.pre_norm else hidden
+                rows = [kind.flatten(1) for kind in (attention.query(context), *attention.keys_and_values(context))]
+            attended = self._attended(number, *rows).view(len(hidden), 1, attention.n_head, attention.d_head)
+            hidden = layer.module.feed_forward(attention.merge(hidden, attended))
+        return hidden
+
+    def _attended(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "n A"]:
+        """Return the attention of new rows [n,H*D] of equal strides, and put keys and values into the rings."""
+        layer, config, size = self._layers[number], self.model.config, self.slots.size
+        keys, values = (kind[number].transpose(0, 1) for kind in (self.slots.keys, self.slots.values))  # [B,H,R,D]
+        n_lane, n_head, d_head, stored = len(query), config.n_head, config.d_head, stored_width(config.d_head)
+        width = max(32, 1 << (d_head - 1).bit_length())
+        block, inside = _TILE // width // query.itemsize, n_lane <= _FEW
+        wanted = min(math.ceil(_PROGRAMS / (n_lane * n_head)), _MOST_SPLITS, math.ceil(size / block))
+        chunk = math.ceil(size / wanted / block) * block
+        splits = math.ceil(size / chunk)
+        out = query.new_empty(n_lane, n_head * d_head)
+        of_part = query.new_empty(n_lane * n_head * splits, width, dtype=torch.float32)
+        pitch = math.ceil(size / 4) * 4  # for stores of 16 bytes
+        shared: dict[str, Any] = {
+            "query": query,
+            "v": layer.biases[1],
+            "positions": layer.positions,
+            "by_distance": of_part if inside else of_part.new_empty(n_lane, n_head, pitch),
+            "row_lane": query.stride(0),
+            "position_head": layer.positions.stride(0),
+            "score_lane": n_head * pitch,
+            "score_head": pitch,
+            "size": size,
+            "d_head": d_head,
+            "scale": math.log2(math.e) / math.sqrt(d_head),
+            "STORED": stored,
+            "WIDTH": width,
+        }
+        if not inside:
+            _kernels().position_kernel[math.ceil(size / 64), n_head, math.ceil(n_lane / 64)](
+                **shared, n_lane=n_lane, LANES=64, BLOCK=64, PRECISION="ieee", num_warps=4
+            )
+        _kernels().attention_kernel[splits, n_head, n_lane](
+            **shared,
+            key=key,
+            value=value,
+            u=layer.biases[0],
+            keys=keys,
+            values=values,
+            read=self.slots.read,
+            out=out,
+            partials=of_part,
+            sums=of_part.new_empty(len(of_part), 2),
+            tickets=self._tickets,
+            ring_lane=keys.stride(0),
+            ring_head=keys.stride(1),
+            chunk=chunk,
+            BLOCK=block,
+            SPLITS=1 << (splits - 1).bit_length(),
+            INSIDE=inside,
+            STAGES=_STAGES,
+            num_warps=4,
+        )
+        return out
+
+    def _product(
+        self,
+        rows: Float[Tensor, "n I"],
+        weight: Float[Tensor, "O I"],
+        bias: Float[Tensor, " O"] | None = None,
+        *,
+        norm: nn.LayerNorm | None = None,
+        residual: Tensor | None = None,
+        relu: bool = False,
+    ) -> tuple[Float[Tensor, "n O"], Float[Tensor, "n I"]]:
+        """Return the product of rows, or of LayerNorm(residual + rows), and the rows that were multiplied."""
+        weight = self._of_aligned_rows(weight)
+        (n_lane, n_in), n_out = rows.shape, len(weight)
+        width = 1 << (n_in - 1).bit_length()
+        # At least 128 programs, of at most 8,192 numbers of the weight.
+        block = 1 << (max(1, min(8192 // width, n_out // 128)).bit_length() - 1)
+        out = rows.new_empty(n_lane, n_out)
+        normed = rows if norm is None else torch.empty_like(rows)
+        _kernels().product_kernel[(math.ceil(n_out / block),)](
+            rows=rows,
+            residual=rows if residual is None else residual,
+            normed=normed,
+            gain=rows if norm is None else norm.weight,
+            shift=rows if norm is None else norm.bias,
+            weight=weight,
+            bias=rows if bias is None else bias,
+            out=out,
+            n_in=n_in,
+            n_out=n_out,
+            weight_row=weight.stride(0),
+            eps=0.0 if norm is None else norm.eps,
+            LANES=n_lane,
+            WIDTH=width,
+            BLOCK=block,
+            NORM=norm is not None,
+            BIAS=bias is not None,
+            RELU=relu,
+            num_warps=4,
+        )
+        return out, normed
+
+    def _of_aligned_rows(self, weight: Tensor) -> Tensor:
+        missing = -weight.shape[1] % 16
+        if missing == 0 and weight.is_contiguous():
+            return weight
+        if weight.data_ptr() not in self._aligned:
+            self._aligned[weight.data_ptr()] = F.pad(weight, (0, missing))
+        return self._aligned[weight.data_ptr()]
+
+
+def _kernels() -> Any:
+    from txl.generation import decode_kernels  # needs Triton
+
+    return decode_kernels

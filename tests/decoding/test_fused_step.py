@@ -1,0 +1,120 @@
+"""The decoding step in kernels: probabilities equal `StaticStep`'s in float64, whatever a slot holds.
+
+On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as compiled kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from tests.attention.test_triton_attention import DEVICES, right_bfloat16  # noqa: F401 (a fixture of every test)
+from tests.models.test_contract import SMALL, V, lively
+from torch import Tensor
+
+from txl.config import TransformerXLConfig
+from txl.generation import fused_step, steps
+from txl.generation.engine import DecodeEngine
+from txl.generation.fused_step import FusedStep
+from txl.generation.steps import Slots, StaticStep
+from txl.models.transformer_xl import TransformerXL
+
+ONE_LAYER = dataclasses.replace(SMALL, n_layer=1, n_head=2)
+# Changes of the configuration, places of a ring, clamp_len.
+SMALL_CASES: dict[str, tuple[dict[str, Any], int, int | None]] = {
+    "two layers": ({"n_layer": 2}, 9, None),
+    "odd width, several programs a head": ({"d_head": 41, "untie_r": True}, 70, None),
+    "clamp, pre-norm and normalised heads": ({"pre_norm": True, "qk_norm": True, "d_head": 64}, 40, 5),
+    "Shaw et al.": ({"encoding": "shaw", "max_distance": 4}, 11, None),
+    "only the token itself": ({}, 1, None),
+}
+TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 0.1}
+
+
+def log_probs(
+    kind: type[StaticStep], model: TransformerXL, n_lane: int, size: int, clamp_len: int | None, hidden: float
+) -> Tensor:
+    """Return the log-probabilities of two steps, [2,n,V] in float64; places not yet filled hold the number `hidden`."""
+    like, config = model.softmax.bias, model.config
+    slots = Slots(config.n_layer, n_lane, config.n_head, config.d_head, size - 1, like)
+    # Some slots are not full yet, or empty; the rings of others have wrapped around.
+    slots.read[:] = torch.tensor([size // 3, 2 * size + 5, 0])[torch.arange(n_lane) % 3] + torch.arange(n_lane) // 3
+    generator, rows = torch.Generator().manual_seed(1), []
+    filled = torch.arange(size) < slots.read.cpu()[:, None]
+    for ring in (*slots.keys, *slots.values):
+        numbers = torch.randn(ring.shape, generator=generator, dtype=torch.float64)
+        ring.copy_(torch.where(filled[None, :, :, None], numbers, hidden))
+    step = kind(model, slots, clamp_len, captured=False)
+    for tokens in torch.randint(V, (2, n_lane), generator=torch.Generator().manual_seed(2)):
+        rows.append(step._log_probs(tokens.to(like.device))[0].double())
+        slots.read += 1
+    return torch.stack(rows)
+
+
+def error(
+    config: TransformerXLConfig, dtype: torch.dtype, device: str, n_lane: int, size: int, clamp_len: int | None
+) -> float:
+    """Return the largest difference of the kernels' log-probabilities from those of `StaticStep` in float64."""
+    model = lively(config, dtype).to(device)
+    exact = lively(config).to(device)
+    exact.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        found = log_probs(FusedStep, model, n_lane, size, clamp_len, torch.nan)
+        expected = log_probs(StaticStep, exact, n_lane, size, clamp_len, 0.0)
+    return float((found - expected).abs().max())
+
+
+@pytest.fixture(autouse=True)
+def lanes_first(monkeypatch):
+    """Lay rings out as on a GPU."""
+    monkeypatch.setattr(steps, "runs_ahead", lambda _: True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("few", [True, False], ids=["few lanes", "many lanes"])
+@pytest.mark.parametrize(("changes", "size", "clamp_len"), SMALL_CASES.values(), ids=list(SMALL_CASES))
+def test_probabilities_are_those_of_the_step_in_float64(changes, size, clamp_len, few, device, monkeypatch):
+    if not few:
+        monkeypatch.setattr(fused_step, "_FEW", 0)
+    config = dataclasses.replace(ONE_LAYER, **changes)
+    assert error(config, torch.float32, device, 3, size, clamp_len) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("few", [True, False], ids=["few lanes", "many lanes"])
+def test_in_bfloat16_they_differ_by_rounding(few, device, monkeypatch):
+    if not few:
+        monkeypatch.setattr(fused_step, "_FEW", 0)
+    assert error(ONE_LAYER, torch.bfloat16, device, 2, 9, None) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("n_lane", [1, 8, 70])
+@pytest.mark.parametrize(("n_head", "d_head", "d_model", "d_inner"), [(8, 64, 512, 2048), (10, 41, 410, 2100)])
+def test_large_ones_too_and_with_the_same_bits(n_head, d_head, d_model, d_inner, n_lane, dtype, device):
+    sizes = {"n_head": n_head, "d_head": d_head, "d_model": d_model, "d_inner": d_inner}
+    config = dataclasses.replace(SMALL, n_layer=2, **sizes)
+    model = lively(config, dtype).to(device)
+    for parameter in model.parameters():
+        parameter.data.mul_(0.1)
+    exact = lively(config).to(device)
+    exact.load_state_dict(model.state_dict())
+    given = (n_lane, 2101, 820)
+    with torch.inference_mode():
+        found, again = (log_probs(FusedStep, model, *given, torch.nan) for _ in range(2))
+        expected = log_probs(StaticStep, exact, *given, 0.0)
+        before = log_probs(StaticStep, model, *given, 0.0)
+    assert torch.equal(found, again)
+    most = 2 * float((before - expected).abs().max()) + 1e-6
+    assert float((found - expected).abs().max()) < most
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_the_engine_takes_the_kernels_where_it_records_steps(device):
+    model = lively(SMALL, torch.float32).to(device)
+    assert isinstance(DecodeEngine(model)._step, FusedStep)
+    assert type(DecodeEngine(model, compile=False)._step) is StaticStep
+    assert type(DecodeEngine(model, dtype=torch.float64)._step) is StaticStep
