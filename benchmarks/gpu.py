@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -327,7 +328,9 @@ def measure(
     left = list(wanted)
     while left:
         words = [sys.executable, "-m", "benchmarks.gpu", "--worker", bench.device, *["--rehearse"][: bench.rehearsed]]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        # Threads of many processes at once would wait for one another.
+        env = os.environ | ({} if patience is None else {"OMP_NUM_THREADS": "1"})
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as worker:
             assert worker.stdin is not None
             assert worker.stdout is not None
             if begin is not None:

@@ -135,7 +135,7 @@ def beside_float32(bench: Bench, steps: int = 200) -> Figures:
         sources = b"".join(file.read_bytes() for file in stdlib_files())[: 60_000 if bench.rehearsed else 3_000_000]
         text.write_bytes(sources.decode("utf-8", "ignore").encode())
         for dtype, attention in (("bfloat16", "triton"), ("float32", "shifted")):
-            run = bench.run("enwik8-12L", dtype=dtype)
+            run = bench.run("enwik8-12L", dtype=dtype, batch_size=4)
             if not bench.rehearsed:
                 run.model = dataclasses.replace(run.model, n_layer=4)
             run.model = dataclasses.replace(run.model, attention=bench.attention(attention))
