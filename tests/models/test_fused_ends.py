@@ -14,7 +14,8 @@ from tests.attention.test_triton_attention import DEVICES, INTERPRETED
 from torch import Tensor, nn
 
 from txl.config import TransformerXLConfig
-from txl.models import build_model, family
+from txl.models import adaptive, build_model, family
+from txl.models import loss as losses_of
 
 V = 13
 CONFIG = TransformerXLConfig(
@@ -32,9 +33,12 @@ CHANGES = {
 def in_kernels(monkeypatch):
     """In the interpreter, choose the kernels also for tensors of the CPU."""
     if INTERPRETED:
-        monkeypatch.setattr(
-            family, "fused_dtype", lambda tensor: None if tensor.dtype == torch.float64 else tensor.dtype
-        )
+
+        def dtype_of(tensor: Tensor, *_: Tensor) -> torch.dtype | None:
+            return None if tensor.dtype == torch.float64 else tensor.dtype
+
+        for module in (family, adaptive, losses_of):
+            monkeypatch.setattr(module, "fused_dtype", dtype_of)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +49,9 @@ def alternating(monkeypatch):
         return (torch.arange(like.numel(), device=like.device) % 3 > 0).to(like.dtype).view(like.shape)
 
     monkeypatch.setattr(Tensor, "bernoulli_", lambda self, _: self.copy_(mask(self)))
-    monkeypatch.setattr(torch.nn.functional, "dropout", lambda ones, p: ones * mask(ones) / (1 - p))
+    monkeypatch.setattr(
+        torch.nn.functional, "dropout", lambda rows, p, *_: rows if p == 0 else rows * mask(rows) / (1 - p)
+    )
 
 
 def both(changes: dict[str, Any], device: str) -> tuple[Any, Any]:
@@ -94,6 +100,24 @@ def test_dropped_states_regularisers_and_the_gradient(n_lane, n_token, time_majo
         results.append((dropped, penalty, *torch.autograd.grad(total, leaf)))
     for ours, right in zip(*results, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("many", [0, 16], ids=["summed first", "added whole"])
+@pytest.mark.parametrize("changes", [{}, {"cutoffs": (4, 9)}, {"tie_embeddings": False}], ids=["tied", "cut", "untied"])
+def test_a_training_step_adds_both_gradients_of_a_table(changes, many, device, monkeypatch):
+    monkeypatch.setattr("txl.models.fused_ends._MANY", many)
+    tokens, targets = (torch.arange(14, device=device).view(2, 7) * step % V for step in (3, 5))
+    results = []
+    for model in both(changes, device):
+        loss, penalty, _ = model.training_terms(tokens, targets, model.init_state(2))
+        results.append([loss, penalty, *torch.autograd.grad(loss + penalty, list(model.parameters()))])
+        assert model.embedding.shared is None
+        again, penalty, _ = model.training_terms(tokens, targets, model.init_state(2))
+        repeated = torch.autograd.grad(again + penalty, list(model.parameters()))
+        assert all(torch.equal(one, other) for one, other in zip(results[-1][2:], repeated, strict=True))
+    for ours, right in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)

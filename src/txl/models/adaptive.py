@@ -45,6 +45,10 @@ def cluster_bounds(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int,
 class AdaptiveEmbedding(nn.Module):
     """Embedding of tokens in d_model features; Transformers scale it by sqrt(d_model) as in Vaswani et al. (2017)."""
 
+    shared: Tensor | None = None
+    """Within a training step on a GPU, the only table as a result of the look-up (`txl.models.fused_ends.looked_up`): a
+    softmax that uses it instead of the parameter gives its gradient to the look-up, which adds its own."""
+
     def __init__(self, vocab_size: int, config: ModelConfig):
         super().__init__()
         d_embed = config.d_embed or config.d_model  # d_0, width of the shortlist
@@ -71,6 +75,10 @@ class AdaptiveEmbedding(nn.Module):
             if self.split or len(self.bounds) == 1
             else list(parts[0].split([end - first for first, end in self.bounds]))
         )
+
+    def tables_in_use(self) -> list[Tensor]:
+        """Return the tables for a softmax that shares them."""
+        return list(self.tables) if self.shared is None else [self.shared]
 
     def projection(self, cluster: int) -> Float[Tensor, "E _"] | None:
         """Return the projection [E, d_i] of a cluster's embeddings to d_model; None if there is none."""
@@ -208,7 +216,7 @@ class AdaptiveSoftmax(nn.Module):
         """Compute `nll` of all clusters in one function, which writes the gradient of a common table only once."""
         from txl.models.loss_kernels import Cluster, Slice, fused_cross_entropies
 
-        tables = list(self.own_tables if self.has_own_tables else embedding.tables)
+        tables = list(self.own_tables) if self.has_own_tables else embedding.tables_in_use()
         n_table, n_tail = len(tables), len(self.bounds) - 1
         tensors = [*tables, self.cluster_weight, self.bias, self.cluster_bias]
         classes = [

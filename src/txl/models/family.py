@@ -48,6 +48,7 @@ class FamilyModel(LanguageModel[StateT]):
         self.vocab_size = vocab_size
         self.embedding = AdaptiveEmbedding(vocab_size, config)
         self.context = config.context
+        self._shares_table = False  # within `training_terms`
 
     @staticmethod
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
@@ -149,7 +150,10 @@ class FamilyModel(LanguageModel[StateT]):
         words = table.new_empty(self.vocab_size).bernoulli_(1 - p) if p > 0 else None
         locked = positions is None and _is_plain(self.dropout_embed, LockedDropout)
         lanes, factor = _locked_mask(self.dropout_embed, n_lane, table) if locked else (None, 1.0)
-        hidden = looked_up(table, tokens, LookUp(embedding.scale, words, 1 / (1 - p), begins, lanes, factor))
+        drops = LookUp(embedding.scale, words, 1 / (1 - p), begins, lanes, factor)
+        hidden, shared = looked_up(table, tokens, drops)
+        if self._shares_table:
+            embedding.shared = shared
         hidden = hidden if positions is None else hidden + positions.to(hidden.dtype)
         return hidden if locked else self.dropout_embed(hidden)
 
@@ -167,8 +171,12 @@ class FamilyModel(LanguageModel[StateT]):
     ) -> tuple[Tensor, Tensor, StateT]:
         """Return the mean loss, and the regularisers with the auxiliary losses; see `LanguageModel.training_terms`."""
         check_targets(tokens, targets)
-        hidden, state = self.hidden_states(tokens, state)
-        return *self._terms(hidden, targets, objective), state.detach()
+        try:
+            self._shares_table = True
+            hidden, state = self.hidden_states(tokens, state)
+            return *self._terms(hidden, targets, objective), state.detach()
+        finally:
+            self._shares_table, self.embedding.shared = False, None
 
     def _terms(self, hidden: Tensor, targets: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
         """Return the mean loss over the targets that count, and the sum of the regularisers, from h^N [B,T,E].
@@ -179,8 +187,9 @@ class FamilyModel(LanguageModel[StateT]):
         """
         dropped, penalty = self._regularised(hidden)
         # The softmax is the largest product of a small model: it is computed only where the loss counts.
-        counted = objective.counted(targets.shape[1])
-        nll = self._nll_of_dropped(dropped[:, -counted:], targets[:, -counted:], objective.tail_rows)
+        if (counted := objective.counted(targets.shape[1])) < targets.shape[1]:
+            dropped, targets = dropped[:, -counted:], targets[:, -counted:]
+        nll = self._nll_of_dropped(dropped, targets, objective.tail_rows)
         return nll.mean(), penalty
 
     def _regularised(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _TILE = 4  # rows of a tile
+# From this many times as many rows of a table as tokens, gradients of embeddings are summed among themselves first.
+_MANY = 16
 
 
 @triton.jit(do_not_specialize=["n_row", "token_lane", "token_position"])
@@ -138,25 +140,47 @@ class LookUp(NamedTuple):
     lane_factor: float
 
 
-def looked_up(table: Tensor, tokens: Tensor, drops: LookUp) -> Tensor:
-    """Return the embeddings [B,T,E] of tokens after their dropouts, in float32; no second derivatives."""
+def looked_up(table: Tensor, tokens: Tensor, drops: LookUp) -> tuple[Tensor, Tensor]:
+    """Return the embeddings [B,T,E] of tokens after their dropouts, and the table for a softmax that shares it.
+
+    Gradients of the second result are those of the table. If both results have gradients, those of the embeddings are
+    added in place to the other, which spares three passes over the table. There are no second derivatives.
+    """
     return _LookedUp.apply(table, tokens, drops)  # pyright: ignore[reportReturnType]
 
 
 class _LookedUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, tokens: Tensor, drops: LookUp) -> Tensor:
+    def forward(ctx: Any, table: Tensor, tokens: Tensor, drops: LookUp) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(tokens, drops.words, drops.begins, drops.lanes)
         ctx.drops, ctx.n_token = drops._replace(words=None, begins=None, lanes=None), len(table)
-        return _factored(table.contiguous(), tokens, len(table), drops).transpose(0, 1)
+        return _factored(table.contiguous(), tokens, len(table), drops).transpose(0, 1), table.view_as(table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, above: Tensor | None, of_table: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        if above is None:
+            return of_table, None, None
         tokens, words, begins, lanes = ctx.saved_tensors
         drops = ctx.drops._replace(words=words, begins=begins, lanes=lanes)
-        rows = _factored(_dense(above[0]), tokens, ctx.n_token, drops)
-        return torch.ops.aten.embedding_dense_backward(rows, tokens.t(), ctx.n_token, -1, False), None, None
+        rows, tokens = _factored(_dense(above), tokens, ctx.n_token, drops).flatten(0, 1), tokens.t().flatten()
+        if of_table is None:
+            of_table = _sums_of_rows(rows, tokens, ctx.n_token)
+        elif ctx.n_token < _MANY * len(tokens):
+            of_table = of_table.add_(_sums_of_rows(rows, tokens, ctx.n_token))
+        else:
+            # Rows of one token are summed at its first place. All other places add zeros, so that the order in which
+            # atomic operations add does not matter.
+            places = torch.arange(len(tokens), device=tokens.device)
+            first = places.new_full((ctx.n_token,), len(tokens)).scatter_reduce_(0, tokens, places, "amin")
+            of_table = of_table.index_add_(0, tokens, _sums_of_rows(rows, first[tokens], len(tokens)))
+        return of_table, None, None
+
+
+def _sums_of_rows(rows: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """Return [count,E], whose row n is the sum of the rows with the number n, always in the same order."""
+    return torch.ops.aten.embedding_dense_backward(rows, numbers, count, -1, False)
 
 
 def _factored(source: Tensor, tokens: Tensor, n_token: int, drops: LookUp) -> Tensor:
