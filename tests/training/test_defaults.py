@@ -83,10 +83,12 @@ def test_a_model_whose_steps_cannot_be_recorded_trains_in_bfloat16_and_a_recurre
     assert all(chosen(name) == {} for name in recurrent)
 
 
-@pytest.mark.parametrize("capability", [TURING, (7, 0), PASCAL])
-def test_a_gpu_without_fast_bfloat16_never_trains_in_it(gpu: Gpu, capability):
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(TURING, {"train.dtype": "float16"}), ((7, 0), {"train.dtype": "float16"}), (PASCAL, {})]
+)
+def test_a_gpu_without_fast_bfloat16_never_trains_in_it(gpu: Gpu, capability, dtype):
     gpu(capability)
-    assert chosen() == {"train.capture": "true"}
+    assert chosen() == {"train.capture": "true"} | dtype
     attention = defaults.chosen_attention(txl.preset("enwik8-12L"), "cuda", lambda run: pytest.fail("timed"))
     assert attention == defaults.ChosenAttention("shifted")
 
@@ -104,6 +106,9 @@ def test_several_processes_do_not_record(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     gpu(HOPPER)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert chosen() == {"train.dtype": "bfloat16"}
+    gpu(TURING)
+    assert chosen() == {"train.dtype": "float16"}
+    assert chosen(train__parallel="fsdp") == {}  # float16 is refused there
 
 
 class Times:

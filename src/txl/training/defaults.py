@@ -38,7 +38,10 @@ class ChosenAttention:
 
 def fast_dtype(device: str) -> str:
     """Return the number format in which a device trains fastest."""
-    return "bfloat16" if multiplies_bfloat16(device) else "float32"
+    if multiplies_bfloat16(device):
+        return "bfloat16"
+    kind = devices.compute_capability(device)
+    return "float16" if kind is not None and kind >= (7, 0) else "float32"  # matrix instructions since the V100
 
 
 def fast_options(run: RunConfig, given: dict[str, str], device: str) -> dict[str, str]:
@@ -55,6 +58,7 @@ def fast_options(run: RunConfig, given: dict[str, str], device: str) -> dict[str
     options: dict[str, str] = {}
     asked, dtype = with_options(run, given), fast_dtype(device)
     is_open = "train.dtype" not in given and asked.train.dtype == "float32" and not asked.train.tf32
+    is_open &= not (dtype == "float16" and asked.train.parallel == "fsdp" and process_count() > 1)  # refused
     if is_open and dtype != "float32" and (device == "cpu" or not isinstance(asked.model, RecurrentConfig)):
         options["train.dtype"] = dtype
     # Several processes cannot record their steps.
