@@ -113,9 +113,13 @@ def test_some_of_the_gradients_from_one_that_is_expanded(wanted, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "dropout"), [(torch.float32, 0.1), (torch.bfloat16, 0.5)])
-def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, device, monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "dropout", "size"),
+    [(torch.float32, 0.1, 2**30), (torch.bfloat16, 0.5, 2**30), (torch.float32, 0.3, 1)],
+)
+def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, size, device, monkeypatch):
     """Outputs and gradients equal the reference's with the mask that Philox yields for the seed, as on CPUs."""
+    monkeypatch.setattr(triton_attention, "GROUP_BYTES", size)
     numbers, scope, above = operands((2, 33, 36, 2, 9, None, (36, 5)), dtype)
     n_lane, n_query, n_head, _ = numbers[0].shape
     seed = 0x1234_5678_9ABC_DEF1
@@ -128,6 +132,78 @@ def test_dropout_is_drawn_from_a_weight_s_place_in_both_passes(dropout, dtype, d
     )
     for name, our, right in zip(NAMES, found, expected, strict=True):
         assert distance(our, right) < TOLERANCE[dtype], name
+
+
+# B, T, M, H, D, window, filled, and the bytes of a group of lanes: all, some lanes, or one head of one lane.
+DIRECT = {
+    "one query, one key": (1, 1, 0, 1, 41, None, None, 2**30),
+    "one query": (2, 1, 7, 2, 38, None, (7, 2), 2**30),
+    "no memory, three blocks": (2, 130, 0, 2, 38, None, None, 2**30),
+    "window that hides whole tiles": (1, 70, 150, 1, 64, 40, None, 2**30),
+    "groups of two lanes": (3, 66, 40, 2, 38, None, (40, 0, 13), 250_000),
+    "groups of one head": (2, 34, 70, 3, 41, 71, (70, 5), 1),
+    "groups of two heads": (2, 18, 20, 3, 128, None, (3, 20), 2 * 3 * 18 * 48 * 4),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", DIRECT.values(), ids=list(DIRECT))
+def test_gradients_are_written_whole_into_the_given_views(shape, dtype, device, monkeypatch):
+    """All of it equals the reference, with NaN in all memory that is not written: also the groups of lanes."""
+    *sizes, size = shape
+    B, T, M, H, D, window, _ = sizes
+    numbers, scope, above = operands(tuple(sizes), dtype)
+    numbers, above = on(device, numbers), above.to(device)
+    expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
+    monkeypatch.setattr(triton_attention, "GROUP_BYTES", size)
+    wide, S = D + -D % 16, M + T
+
+    def padded(rows: Tensor, into: Tensor) -> Tensor:
+        into.zero_()[..., :D] = rows
+        return into
+
+    def made(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+    query, key, value, position, u, v = numbers
+    pairs, above = made(S, B, H, 2, wide), padded(above.transpose(0, 1), made(T, B, H, wide))
+    rows = (
+        padded((query + u).to(dtype).transpose(0, 1), made(T, B, H, wide)),
+        padded((query + v).to(dtype).transpose(0, 1), made(T, B, H, wide)),
+        padded(key.transpose(0, 1), pairs[..., 0, :]),
+        padded(value.transpose(0, 1), pairs[..., 1, :]),
+        padded(position, made(S, 3, H, wide)[:, 1]),
+    )
+    oldest = scope.oldest(query.device)
+    oldest = None if oldest is None else oldest.to(torch.int32)
+    call = triton_attention.AttentionCall(D, S if window is None else window, oldest, None, 0.0)
+    grad_pairs, grad_position = made(S, B, H, 2, wide), made(S, 2, H, wide)[:, 0]
+    grads = grad_pairs[..., 0, :], grad_pairs[..., 1, :], grad_position
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # new memory then has NaN
+    try:
+        assert torch.empty_like(above).isnan().all()
+        out, lse = triton_attention.attend(*rows, call)
+        of_u, of_v = triton_attention.attend_backward(above, out, lse, *rows, call, *grads)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = [out, of_u.float() + of_v.float(), *grads]
+    for name, our, right in zip(NAMES, found, expected, strict=False):
+        our = our if name == "position" else our.transpose(0, 1)
+        assert distance(our[..., :D], right) < TOLERANCE[dtype], name
+        assert (our[..., D:] == 0).all(), name
+    for name, our, right in zip("uv", (of_u, of_v), expected[-2:], strict=True):
+        assert distance(our.float().sum((0, 1))[:, :D], right) < TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize(("n_lane", "n_head", "fitting"), [(22, 8, 200), (22, 8, 100), (4, 8, 3), (1, 1, 0)])
+def test_groups_of_lanes_are_of_one_size_and_fit(n_lane, n_head, fitting, monkeypatch):
+    monkeypatch.setattr(triton_attention, "GROUP_BYTES", 10 * fitting)
+    lanes, heads = triton_attention._group(n_lane, n_head, 10)
+    assert lanes * heads <= max(1, fitting)
+    assert heads == n_head or lanes == 1
+    assert (lanes, heads) == {200: (22, 8), 100: (11, 8), 3: (1, 3), 0: (1, 1)}[fitting]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from txl.attention.triton_attention import KERNELS, Tiling, padded_width, tilings
+from txl.attention.triton_attention import KERNELS, Tiling, padded_width, precision, tilings
 
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("needs Triton, and not its interpreter; make triton runs this", allow_module_level=True)
@@ -25,7 +25,12 @@ from txl.attention import triton_kernels
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "applied", "by_key", "by_distance")
-MOST_STACK = {torch.bfloat16: 560, torch.float32: 1792}
+MOST_STACK = {
+    ("forward_kernel", torch.bfloat16): 300,
+    ("score_gradient_kernel", torch.bfloat16): 560,
+    ("forward_kernel", torch.float32): 1792,
+    ("score_gradient_kernel", torch.float32): 1792,
+}
 """Largest stack size in bytes per thread, for spilled registers; measured when the tilings were chosen."""
 
 
@@ -41,7 +46,7 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
     tiles = tiles_of(kernel, d_head, dtype, tf32, capability)
     constants = {
         "THRESHOLD": 2**29,
-        "PRECISION": "tf32" if tf32 else "tf32x3",
+        "PRECISION": precision(d_head, tf32),
         "WIDTH": padded_width(d_head),
         "BLOCK": tiles.block,
     }
@@ -58,13 +63,27 @@ def compiled(kernel: str, d_head: int, dtype: torch.dtype, tf32: bool, capabilit
     return triton.compile(source, target=target, options=tiles.options)
 
 
+BIN = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin"
+
+
+def said(tool: str, *arguments: Any) -> str:
+    told = subprocess.run([BIN / tool, *arguments], capture_output=True, text=True, check=True)
+    return told.stdout + told.stderr
+
+
 def usage(binary: bytes, folder: Path) -> dict[str, int]:
     """Return registers (REG) and bytes of stack (STACK) and local memory (LOCAL), where registers spill, per thread."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
-    tool = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    told = said("cuobjdump", "-res-usage", path)
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+
+
+def warnings(code: str, folder: Path) -> list[str]:
+    """Return the assembler's warnings that it waits for every instruction of a matrix unit (C7510 and others)."""
+    (folder / "kernel.ptx").write_text(code)
+    told = said("ptxas", "-v", "-arch=sm_90a", folder / "kernel.ptx", "-o", folder / "again.cubin")
+    return re.findall(r".*\bC75\d\d\b.*", told)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -87,4 +106,9 @@ def test_a_kernel_needs_no_more_than_its_tiling_says(
     record_property("shared", binary.metadata.shared)
     assert binary.metadata.shared <= tiles.shared
     assert found["REG"] * 32 * tiles.warps <= 65_536
-    assert found["STACK"] + found["LOCAL"] <= MOST_STACK[dtype]
+    assert found["STACK"] + found["LOCAL"] <= MOST_STACK[kernel, dtype]
+    if capability == (9, 0) and dtype == torch.bfloat16:
+        assert warnings(binary.asm["ptx"], tmp_path) == []
+        code = said("nvdisasm", "-c", tmp_path / "kernel.cubin")
+        assert ("HGMMA" in code) == (tiles.block == 64)
+        assert ("HMMA" in code) == (tiles.block == 32)

@@ -74,6 +74,14 @@ def padded_width(d_head: int) -> int:
     return max(32, 1 << (d_head - 1).bit_length())
 
 
+def precision(d_head: int, tf32: bool) -> str:
+    """Return the precision of float32 products: TF32 if allowed, else three products in it with float32's accuracy.
+
+    With 128 features those three exceed the registers.
+    """
+    return "tf32" if tf32 else "tf32x3" if padded_width(d_head) <= 64 else "ieee"
+
+
 def why_not_triton(device: torch.device | str, dtype: torch.dtype | None, d_head: int) -> str | None:
     """Return why the kernels cannot be used, as a phrase that follows their name; None if they can.
 
@@ -182,7 +190,7 @@ class AttentionCall(NamedTuple):
                 scale=1 / math.sqrt(self.d_head),
                 factor=1 / (1 - self.dropout),
                 THRESHOLD=round(self.dropout * 2**32),
-                PRECISION="tf32" if tf32 else "tf32x3",
+                PRECISION=precision(width, tf32),
                 WIDTH=padded_width(width),
                 BLOCK=tile.block,
                 **tile.options,
@@ -295,7 +303,7 @@ def _of_each(rows: Float[Tensor, "N B H D"], lanes: slice, heads: slice) -> Floa
     return part.view(len(part), -1, part.shape[-1]).transpose(0, 1)
 
 
-def _of_heads(rows: Float[Tensor, "T B H D"], lanes: slice, heads: slice) -> Float[Tensor, "H TB D"]:
+def _of_heads(rows: Float[Tensor, "T B H D"], lanes: slice, heads: slice) -> Float[Tensor, "heads TB D"]:
     """Return a view of one matrix for each head: of all lanes, or one lane."""
     part = rows[:, lanes, heads]
     return part.view(-1, *part.shape[2:]).transpose(0, 1)
