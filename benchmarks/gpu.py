@@ -323,7 +323,8 @@ def measure(
 ) -> None:
     """Measure rows one after the other in a worker, which starts at once and measures from `begin` on.
 
-    A row that takes longer than `patience` seconds (None: a multiple of its estimate) is given up.
+    A row that takes longer than `patience` seconds (None: a multiple of its estimate), or beyond the deadline, is given
+    up.
     """
     left = list(wanted)
     while left:
@@ -345,6 +346,8 @@ def measure(
 
             while left:
                 limit = patience or (600.0 if bench.rehearsed else max(60.0, _PATIENCE * left[0].estimate))
+                if not bench.rehearsed:
+                    limit = min(limit, max(5.0, deadline + 3 - time.time()))
                 timer = threading.Timer(limit, give_up)
                 timer.start()
                 for line in worker.stdout:
