@@ -17,16 +17,16 @@ from tests.conftest import options_of, small_run
 
 import txl
 from txl import devices
-from txl.attention import BACKENDS
+from txl.attention import BACKENDS, attention_backend
 from txl.cli import main
 from txl.commands import options as command_options
 from txl.commands.parser import build_parser
-from txl.config import RunConfig, with_options
+from txl.config import RunConfig, TransformerXLConfig, with_options
 from txl.devices import Captured
 from txl.errors import UserError
 from txl.presets import presets
 from txl.runs.directory import RunDirectory
-from txl.training import defaults, timing
+from txl.training import compilation, defaults, timing
 from txl.training import trainer as trainer_module
 from txl.training.trainer import Trainer
 
@@ -185,6 +185,30 @@ def test_nothing_is_timed_where_the_attention_is_known_or_given(gpu: Gpu):
     assert attention_of(never) == defaults.ChosenAttention("triton")
     assert attention_of(never, train__dtype="float32") == defaults.ChosenAttention("shifted")
     assert defaults.chosen_attention(txl.preset("wt103-lstm"), "cuda", never) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "attention"),
+    [
+        ({}, "triton"),
+        ({"model.pre_norm": "true"}, "shifted"),
+        ({"train.backprop_segments": "2"}, "shifted"),
+        ({"train.compile": "true"}, "shifted"),
+        ({"train.compile": "true", "train.capture": "true"}, "triton"),
+        ({"train.dtype": "float32"}, "shifted"),
+    ],
+)
+def test_eager_steps_use_the_kernels_where_the_layers_are_one_function(gpu: Gpu, monkeypatch, changes, attention):
+    gpu(HOPPER)
+    run = with_options(txl.preset("enwik8-12L"), {"train.dtype": "bfloat16", "model.n_layer": "1"} | changes)
+    assert defaults.chosen_attention(run, "cuda", None) == defaults.ChosenAttention(attention)
+
+    def build(model: TransformerXLConfig, vocabulary: int, device: str, dtype: torch.dtype) -> None:
+        raise RuntimeError(attention_backend(model, device, dtype).name)
+
+    monkeypatch.setattr(compilation, "build_model", build)
+    with pytest.raises(RuntimeError, match=f"^{attention}$"):  # the training builds a model with the same
+        compilation.model_to_train(run.model, 7, "cuda", run.train)
 
 
 def test_the_line_names_the_choice_and_the_options_that_undo_it(gpu: Gpu):

@@ -191,7 +191,7 @@ def attention_backend(
 
     Args:
         device, dtype: device and dtype of the matrix products in training; None: not known yet.
-        captured: True if training steps are recorded as CUDA graphs (`train.capture`).
+        captured: True if training steps are recorded as CUDA graphs, or are as fast to launch.
     """
     if model.attention in _CHOICES:
         names = list(_CHOICES[model.attention])

@@ -110,6 +110,16 @@ class TransformerXLConfig(TransformerConfig):
                 return f"model.{name} is {shown(getattr(self, name))}; expected {expected}"
         return None
 
+    def fusion_obstacle(self) -> str | None:
+        """Return why the layers of a training step on a GPU cannot be one function; None if they can."""
+        reasons = {
+            f"encoding is {self.encoding}": self.encoding != "relative",
+            "layers normalise first (pre_norm)": self.pre_norm,
+            "heads are normalised (qk_norm)": self.qk_norm,
+            "dropout_qkv drops single numbers": self.dropout_qkv > 0 and not self.locked_dropout,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
     def _layer_parameters(self, vocab_size: int) -> int:
         """Count the Transformer's parameters, W_{k,R}, u, v and gains of `qk_norm`, or learned vectors of distances."""
         layers, attention = super()._layer_parameters(vocab_size), self.n_head * self.d_head

@@ -56,7 +56,7 @@ class FamilyModel(LanguageModel[StateT]):
 
     @staticmethod
     def for_captured_steps(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelConfig:
-        """Return the configuration for steps that are recorded as CUDA graphs, where another attention may be best."""
+        """Return the configuration for steps as fast to launch as CUDA graphs, where another attention may be best."""
         return config
 
     def layer_matrices(self) -> dict[str, tuple[int, int]]:

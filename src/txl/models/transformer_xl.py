@@ -229,9 +229,11 @@ class TransformerXL(FamilyModel[Memory]):
 
     @staticmethod
     def for_captured_steps(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelConfig:
-        """Return the configuration with the attention that is fastest in recorded training steps."""
+        """Return the configuration with the attention that is fastest in recorded training steps, if it is another."""
         assert isinstance(config, TransformerXLConfig)
-        return config.with_attention(attention_backend(config, device, dtype, captured=True).name)
+        fastest = attention_backend(config, device, dtype, captured=True).name
+        is_same = fastest == attention_backend(config, device, dtype).name
+        return config if is_same else config.with_attention(fastest)
 
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""
@@ -395,10 +397,7 @@ class TransformerXL(FamilyModel[Memory]):
         reasons = {
             f"attention is {self.backend.name}": self.backend.name != "triton",
             "gradients flow into memory": state.differentiable,
-            f"encoding is {config.encoding}": config.encoding != "relative",
-            "layers normalise first (pre_norm)": config.pre_norm,
-            "heads are normalised (qk_norm)": config.qk_norm,
-            "dropout_qkv drops single numbers": config.dropout_qkv > 0 and not config.locked_dropout,
+            config.fusion_obstacle() or "": config.fusion_obstacle() is not None,
             "layers are compiled": any(layer._compiled_call_impl is not None for layer in self.layers),
             "an observer wraps attention": any(own.attend is not self.backend for own in self.attentions),
             "parameters are sharded": any(type(parameter) is not nn.Parameter for parameter in self.parameters()),
