@@ -203,6 +203,8 @@ class CapturedStep:
         hidden = [tensor for memory in memories for tensor in memory.hidden]
         if inputs.average is not self._average:  # a graph updates the average that there was when it was recorded
             self._average = inputs.average
+            if tokens.is_cuda:
+                torch.cuda.synchronize()  # a graph must not be destroyed while it runs
             self._shapes.clear()
         # The memory's shape counts, too: a graph reads full memory, and steps with less of it run eagerly.
         sizes = tuple(tensor.shape for tensor in hidden)
