@@ -23,7 +23,8 @@ from txl.generation import decode_kernels, fused_step
 TYPES = {
     **dict.fromkeys(("by_distance", "partials", "sums"), "*fp32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
-    "read": "*i64",
+    **dict.fromkeys(("read", "keys", "tokens", "drawn"), "*i64"),
+    **{"log_probs": "*fp32", "settings": "*fp64", "never": "*u8"},
     "tickets": "*i32",
 }
 OPERANDS = (
@@ -37,6 +38,8 @@ def usage(kernel: str, constants: dict[str, Any], dtype: str, folder: Path) -> t
     """Return registers and bytes of stack and local memory of a thread, and the instructions, on Hopper GPUs."""
     function = getattr(decode_kernels, kernel)
     types = dict.fromkeys(function.arg_names, "i32") | dict.fromkeys(OPERANDS, dtype) | TYPES
+    if kernel != "draw_kernel":
+        types["keys"] = dtype  # the rings
     types |= dict.fromkeys(constants, "constexpr")
     signature = {name: types[name] for name in function.arg_names}
     aligned = [name for name, kind in signature.items() if kind[0] == "*" or name in STRIDES]
@@ -76,3 +79,10 @@ def test_products_load_weights_in_16_bytes_and_do_not_spill(width, block, norm, 
     print(found)
     assert found["STACK"] + found["LOCAL"] == 0
     assert len(re.findall(r"LDG\.E\.128", code)) >= width * block // 8 // 128
+
+
+@pytest.mark.parametrize("width", [256, fused_step._MOST_SORTED])
+def test_drawing_is_compiled_without_spills(width, tmp_path):
+    found, _ = usage("draw_kernel", {"WIDTH": width}, "*bf16", tmp_path)
+    print(found)
+    assert found["STACK"] + found["LOCAL"] == 0

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.attention.test_triton_attention import DEVICES, right_bfloat16  # noqa: F401 (a fixture of every test)
+from tests.attention.test_triton_attention import DEVICES
 from tests.models.test_contract import SMALL, V, lively
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
-from txl.generation import fused_step, steps
+from txl.generation import engine, fused_step, steps
 from txl.generation.engine import DecodeEngine
 from txl.generation.fused_step import FusedStep
-from txl.generation.steps import Slots, StaticStep
+from txl.generation.sampling import NO_NUMBERS, Sampling, chances, permitted
+from txl.generation.steps import DrawSettings, Slots, StaticStep
 from txl.models.transformer_xl import TransformerXL
 
+pytestmark = pytest.mark.usefixtures("right_bfloat16")
 ONE_LAYER = dataclasses.replace(SMALL, n_layer=1, n_head=2)
 # Changes of the configuration, places of a ring, clamp_len.
 SMALL_CASES: dict[str, tuple[dict[str, Any], int, int | None]] = {
@@ -118,3 +120,101 @@ def test_the_engine_takes_the_kernels_where_it_records_steps(device):
     assert isinstance(DecodeEngine(model)._step, FusedStep)
     assert type(DecodeEngine(model, compile=False)._step) is StaticStep
     assert type(DecodeEngine(model, dtype=torch.float64)._step) is StaticStep
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_drawn_tokens_are_those_that_pytorch_draws(device):
+    """All kinds of settings draw in one launch; lanes without numbers, or with everything forbidden, draw nothing."""
+    vocab_size, generator = 100, torch.Generator().manual_seed(0)
+    kinds = [
+        Sampling(),
+        Sampling(top_k=None),
+        Sampling(top_k=3, temperature=2.0),
+        Sampling(top_p=0.5),
+        Sampling(temperature=0),
+        Sampling(temperature=0.3, top_k=50, top_p=0.9),
+        Sampling(temperature=1e-12, top_k=500),
+        Sampling(),
+        Sampling(),
+        Sampling(),
+    ]
+    n_lane = len(kinds)
+    with torch.inference_mode():
+        log_probs = (3 * torch.randn(n_lane, vocab_size, generator=generator)).log_softmax(dim=-1)
+        log_probs[-1, 5], log_probs[-2, 4] = torch.nan, torch.nan  # the first one is forbidden
+        keys = torch.randint(2**63 - 1, (3, n_lane), generator=generator)
+        keys[1], keys[2] = torch.arange(n_lane) * 1000, (torch.arange(n_lane) != 1).long()
+        model = lively(dataclasses.replace(ONE_LAYER), torch.float32)
+        nevers: list[tuple[int, ...]] = [(3, 5, 7)] * n_lane
+        nevers[-3] = tuple(range(vocab_size))
+        expected = []
+        for lane, (kind, never) in enumerate(zip(kinds, nevers, strict=True)):
+            allowed, obstacle = permitted(log_probs[lane, None], torch.tensor(never))
+            picked = kind.pick(allowed, chances(*keys[:2, lane, None].unbind(0)))
+            expected.append((int(picked), int(obstacle)))
+        assert [obstacle for _, obstacle in expected] == [0] * 7 + [1, 2, 0]
+        model.vocab_size = vocab_size
+        slots = Slots(1, n_lane, 2, 5, 3, log_probs.to(device))
+        step = FusedStep(model.to(device), slots, None, captured=False)
+        step._set_drawings(
+            range(n_lane),
+            [
+                DrawSettings(kind, never, torch.tensor(never, device=device))
+                for kind, never in zip(kinds, nevers, strict=True)
+            ],
+        )
+        tokens, sent_keys = torch.full((n_lane,), -1, device=device), keys.clone().to(device)
+        drawn = step._drawn_from(log_probs.to(device), sent_keys, tokens).cpu()
+    draws = [lane for lane, (_, obstacle) in enumerate(expected) if obstacle == 0]
+    assert drawn[1].tolist() == [obstacle for _, obstacle in expected]
+    assert drawn[0, draws].tolist() == [expected[lane][0] for lane in draws]
+    has_drawn = torch.tensor([int(lane in draws and lane != 1) for lane in range(n_lane)])
+    assert tokens.cpu().tolist() == torch.where(has_drawn == 1, drawn[0], -1).tolist()
+    assert torch.equal(sent_keys.cpu()[1] - keys[1], has_drawn)
+    assert torch.equal(slots.read.cpu(), keys[2])
+
+
+@pytest.mark.parametrize("device", DEVICES[:1])
+def test_streams_of_any_settings_draw_in_one_recorded_step(device, recording, monkeypatch):
+    """Streams join and leave; their texts are those that each has alone, without kernels."""
+    model, ids = lively(ONE_LAYER, torch.float32), [1, 2, 3]
+    settings: dict[int, dict[str, Any]] = {
+        1: {"sampling": Sampling(), "forbidden": (3, 5)},
+        2: {"sampling": Sampling(temperature=0)},
+        3: {"sampling": Sampling(top_p=0.8), "forbidden": (4,)},
+    }
+    alone = {}
+    for seed, given in settings.items():
+        decoder = DecodeEngine(model, compile=False)
+        decoder.join(ids, seed=seed, **given)
+        alone[seed] = [int(decoder.step()) for _ in range(6)]
+    recorded = recording()
+    monkeypatch.setattr(engine, "StaticStep", FusedStep)
+    decoder = DecodeEngine(model, max_streams=2, compile=False)
+    decoder.prepare()
+    assert len(recorded) == 4  # one and two slots, with drawing and without
+    found: dict[int, list[int]] = {seed: [] for seed in settings}
+
+    def go_on(steps: int) -> None:
+        for _ in range(steps):
+            for stream, token in zip(decoder.streams, decoder.step().tolist(), strict=True):
+                found[stream.seed].append(token)
+
+    first = decoder.join(ids, seed=1, **settings[1])
+    go_on(2)
+    decoder.join(ids, seed=2, **settings[2])
+    go_on(2)
+    decoder.leave(first)
+    decoder.join(ids, seed=3, **settings[3])
+    go_on(2)
+    assert {seed: len(tokens) for seed, tokens in found.items()} == {1: 4, 2: 4, 3: 2}
+    assert all(tokens == alone[seed][: len(tokens)] for seed, tokens in found.items())
+    assert len(recorded) == 4
+    assert isinstance(decoder._slots, Slots)
+    with torch.inference_mode():
+        for ring in (*decoder._slots.keys, *decoder._slots.values):
+            ring[:, 1].fill_(torch.nan)
+    (gone,) = [stream for stream in decoder.streams if stream.slot == 1]
+    decoder.step()
+    assert gone.ended == NO_NUMBERS
+    assert len(decoder.step()) == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,29 +17,6 @@ from txl.generation.engine import DecodeEngine
 from txl.generation.sampling import NO_NUMBERS, Sampling
 from txl.generation.steps import Slots, StaticStep
 from txl.generation.text import generate_tokens
-
-
-@pytest.fixture
-def recording(monkeypatch):
-    """Function that imitates graphs on a CPU: recording computes nothing, and each replay calls the function."""
-    recorded = []
-
-    def record(self: Captured) -> Callable[[], None]:
-        recorded.append(self)
-
-        def replay() -> None:
-            self.outputs = self._function(*self.inputs)
-
-        return replay
-
-    def begin() -> list[Captured]:
-        monkeypatch.setattr(Captured, "_record", record)
-        monkeypatch.setattr("txl.generation.steps.runs_ahead", lambda _: True)
-        real = StaticStep.__init__
-        monkeypatch.setattr(StaticStep, "__init__", lambda self, *given, captured: real(self, *given, captured=True))
-        return recorded
-
-    return begin
 
 
 def test_recorded_steps_give_the_same_texts(recording, monkeypatch):

@@ -241,3 +241,85 @@ def product_kernel(
         if RELU:
             sums = tl.where(sums < 0, 0.0, sums)  # NaN stays
         tl.store(out + lane * n_out + line, sums.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _mixed(state):
+    """Take a step of SplitMix64, as `txl.generation.sampling` does."""
+    state = state + (0x9E3779B97F4A7C15 - 2**64)
+    state = (state ^ _shifted(state, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    state = (state ^ _shifted(state, 27)) * (0x94D049BB133111EB - 2**64)
+    return state ^ _shifted(state, 31)
+
+
+@triton.jit
+def _shifted(state, BY: tl.constexpr):
+    return (state >> BY) & ((1 << (64 - BY)) - 1)
+
+
+@triton.jit
+def draw_kernel(
+    log_probs,
+    settings,
+    never,
+    keys,
+    tokens,
+    read,
+    drawn,
+    n_vocab,
+    n_slot,
+    n_lane,
+    WIDTH: tl.constexpr,
+):
+    """Draw a token in each lane as `permitted` and `Sampling.pick` do, and count it; grid [n].
+
+    log_probs: float32 [n,V]. settings: top_k, top_p and temperature of each slot, float64 [3,B]. never: 1 for the
+    tokens that a slot forbids, uint8 [B,V]. keys: seed, number of the token and 1 for lanes that take part, int64
+    [3,n]; numbers grow where a token is drawn. tokens, read: int64 [B], the next token and the number of tokens read.
+    drawn: tokens and indices into `REASONS`, int64 [2,n].
+    """
+    lane = tl.program_id(0)
+    token = tl.arange(0, WIDTH)
+    inside = token < n_vocab
+    here = lane.to(tl.int64) * n_vocab + token
+    scores = tl.load(log_probs + here, mask=inside, other=float("-inf"))
+    allowed = tl.where(tl.load(never + here, mask=inside, other=1) != 0, float("-inf"), scores)
+    best, highest = tl.max(allowed, 0), tl.max(scores, 0)
+    lacks_allowed = tl.max((allowed != allowed).to(tl.int32), 0) + (tl.abs(best) == float("inf")).to(tl.int32) > 0
+    lacks_numbers = tl.max((scores != scores).to(tl.int32), 0) + (tl.abs(highest) == float("inf")).to(tl.int32) > 0
+    obstacle = tl.where(lacks_allowed, tl.where(lacks_numbers, 2, 1), 0).to(tl.int64)
+    allowed = tl.where(lacks_allowed & inside, 0.0, allowed)
+
+    # Sorted by score, then by id: bits of floats whose order as integers is that of the numbers.
+    bits = (allowed + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = tl.sort((bits.to(tl.int64) << 32) | (WIDTH - 1 - token).to(tl.int64), descending=True)
+    bits = (order >> 32).to(tl.int32)
+    values = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    ids = WIDTH - 1 - (order & 0xFFFFFFFF)
+
+    top_k = tl.load(settings + lane)
+    top_p = tl.load(settings + n_slot + lane)
+    temperature = tl.load(settings + 2 * n_slot + lane)
+    is_greedy = temperature == 0
+    candidate = token < tl.minimum(top_k, n_vocab.to(tl.float64)).to(tl.int32)
+    best = tl.max(values, 0)
+    exponents = (values - best).to(tl.float64) / tl.where(is_greedy, 1.0, temperature)
+    probs = tl.where(candidate, tl.exp(exponents), 0.0)
+    probs = probs / tl.sum(probs, 0)
+    probs = tl.where(tl.cumsum(probs, 0) - probs >= top_p, 0.0, probs)
+    ends = tl.cumsum(probs, 0)
+    seed, number = tl.load(keys + lane), tl.load(keys + n_lane + lane)
+    takes_part = tl.load(keys + 2 * n_lane + lane)
+    chance = _shifted(_mixed(_mixed(seed) + number), 11).to(tl.float64) * 2.0**-53
+    before = (candidate & (ends <= chance * tl.max(ends, 0))).to(tl.int32)
+    place = tl.minimum(tl.sum(before, 0), tl.sum(candidate.to(tl.int32), 0) - 1)
+    place = tl.where(is_greedy, 0, place)
+    picked = tl.sum(tl.where(token == place, ids, 0), 0)
+
+    has_drawn = (takes_part == 1) & (obstacle == 0)
+    tl.store(tokens + lane, picked, mask=has_drawn)
+    tl.store(keys + n_lane + lane, number + 1, mask=has_drawn)
+    tl.store(read + lane, tl.load(read + lane) + takes_part)
+    tl.store(drawn + lane, picked)
+    tl.store(drawn + n_lane + lane, obstacle)

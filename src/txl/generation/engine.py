@@ -285,9 +285,8 @@ class DecodeEngine:
         if not self._streams:
             return torch.zeros(0, dtype=torch.int64)
         streams, step = list(self._streams), self._step
-        # If all streams draw alike, one recorded graph takes the step and draws: the program waits once a token.
-        drawing, *others = {self._drawing(stream) for stream in streams}
-        if not isinstance(step, StaticStep) or others or not step.draws(drawing):
+        drawings = [self._drawing(stream) for stream in streams]
+        if not isinstance(step, StaticStep) or not step.draws(drawings):
             return self.draw(self.advance())
         self._check_ready(streams)
         slots = [stream.slot for stream in streams]
@@ -295,8 +294,17 @@ class DecodeEngine:
         keys = torch.zeros(3, max(slots) + 1, dtype=torch.int64)
         keys[:, slots] = torch.tensor([(stream.seed, stream.drawn, 1) for stream in streams]).T
         with torch.inference_mode():
-            drawn = step.draw(self._next, drawing, keys).cpu()[:, slots]
+            drawn = step.draw(self._next, slots, drawings, keys).cpu()[:, slots]
         return self._ended(streams, drawn)
+
+    def prepare(self) -> None:
+        """On a GPU, record the steps of any number of streams now: no later step then pauses to be recorded.
+
+        Without this call, each is recorded when it occurs first. `compile=False` records none.
+        """
+        if isinstance(self._step, StaticStep):
+            with torch.inference_mode():
+                self._step.record(self._next)
 
     def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " drawn"]:
         """Draw the next token of some streams (default: all) from the log-probabilities that `advance` returned.

@@ -9,6 +9,7 @@ Shapes: n lanes, H heads, D width of a head, E d_model, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,13 +19,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from txl.attention.triton_attention import why_not_triton
-from txl.generation.steps import Slots, StaticStep, stored_width
+from txl.devices import Captured, sent
+from txl.generation.steps import DrawSettings, Slots, StaticStep, stored_width
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL, TransformerXLLayer
 
 _FEW = 8  # lanes whose products are computed by `product_kernel`
 _TILE = 8192  # bytes of a tile of keys: four loads of 16 bytes a thread
 _PROGRAMS = 8192  # of the attention kernel, if memory is long enough: so many that the last ones cost little
 _MOST_SPLITS = 32  # programs that share a head
+_MOST_SORTED = 2048  # tokens of a vocabulary that `draw_kernel` sorts
 _STAGES = 3  # one tile of keys and values is used while two are on their way
 
 
@@ -53,7 +56,7 @@ class FusedStep(StaticStep):
     """`StaticStep` in the kernels, for models in float32 and bfloat16; sums and softmax are in float32."""
 
     def __init__(self, model: TransformerXL, slots: Slots, clamp_len: int | None, captured: bool):
-        super().__init__(model, slots, clamp_len, captured)
+        super().__init__(model, slots, clamp_len, captured=captured)
         config, shared = model.config, (model.u, model.v) if model.shares_biases else None
         # Modules compute models of other structure; their attention is that of the kernel all the same.
         self._is_usual = not (config.pre_norm or config.qk_norm)
@@ -74,6 +77,98 @@ class FusedStep(StaticStep):
         # Weights whose rows are no multiple of 16 numbers are copied once, by the address of the original.
         self._aligned: dict[int, Tensor] = {}
         self._tickets = torch.zeros(len(self.lanes) * config.n_head, dtype=torch.int32, device=self.lanes.device)
+
+        self._drawn: dict[int, Captured] = {}  # graphs that draw too, by their number of lanes, and the keys in each
+        self._keys: dict[int, Tensor] = {}
+        n_slot, vocab_size, device = len(self.lanes), model.vocab_size, self.lanes.device
+        self._is_sorted = vocab_size <= _MOST_SORTED
+        if self._is_sorted:
+            # Settings of each slot: top_k, top_p and temperature, and 1 for the tokens that it never draws.
+            self._settings = torch.ones(3, n_slot, dtype=torch.float64, device=device)
+            self._never = torch.zeros(n_slot, vocab_size, dtype=torch.uint8, device=device)
+            self._nevers: list[tuple[int, ...]] = [()] * n_slot
+            self._drawings: tuple[list[int], list[DrawSettings]] = [], []
+
+    def draws(self, drawings: Sequence[DrawSettings]) -> bool:
+        """Return True if `draw` should compute a step: always, except with a large vocabulary."""
+        return self.captured if self._is_sorted else super().draws(drawings)
+
+    def draw(
+        self,
+        tokens: Int64[Tensor, " B"],
+        slots: Sequence[int],
+        drawings: Sequence[DrawSettings],
+        keys: Int64[Tensor, "3 N"],
+    ) -> Int64[Tensor, "2 n"]:
+        """Compute `StaticStep.draw` for any settings, which are inputs of the same graph."""
+        if not self._is_sorted:
+            return super().draw(tokens, slots, drawings, keys)
+        if (slots, drawings) != self._drawings:
+            self._set_drawings(slots, drawings)
+        n_lane = self._rounded(keys.shape[1])
+        graph = self._graph_with_drawing(tokens, n_lane)
+        keys, known = F.pad(keys, (0, n_lane - keys.shape[1])), self._keys.get(n_lane)
+        # The graph counts the tokens by itself: keys are sent only if streams have changed.
+        follows = known is not None and torch.equal(keys, known)
+        drawn = graph(graph.inputs[0] if follows else sent(keys, tokens.device))[0]
+        keys[1] += keys[2]
+        self._keys[n_lane] = keys
+        return drawn
+
+    def record(self, tokens: Int64[Tensor, " B"]) -> None:
+        """Record all graphs; see `StaticStep.record`."""
+        super().record(tokens)
+        if self.captured and self._is_sorted:
+            for n_lane in list(self._graphs):
+                self._graph_with_drawing(tokens, n_lane)
+
+    def _graph_with_drawing(self, tokens: Int64[Tensor, " B"], n_lane: int) -> Captured:
+        if n_lane in self._drawn:
+            return self._drawn[n_lane]
+
+        def drawn(keys: Tensor) -> tuple[Tensor]:
+            return (self._drawn_from(self._log_probs(tokens[:n_lane])[0], keys, tokens),)
+
+        self._drawn[n_lane] = graph = Captured(drawn)
+        graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # no slot takes part
+        return graph
+
+    def _drawn_from(
+        self, log_probs: Float[Tensor, "n V"], keys: Int64[Tensor, "3 n"], tokens: Int64[Tensor, " B"]
+    ) -> Int64[Tensor, "2 n"]:
+        """Draw a token in each lane, and count it in `keys` and in the slots; see `draw_kernel`."""
+        log_probs, (n_lane, vocab_size) = log_probs.contiguous(), log_probs.shape
+        drawn = keys.new_empty(2, n_lane)
+        _kernels().draw_kernel[(n_lane,)](
+            log_probs,
+            self._settings,
+            self._never,
+            keys,
+            tokens,
+            self.slots.read,
+            drawn,
+            vocab_size,
+            len(self.lanes),
+            n_lane,
+            WIDTH=max(32, 1 << (vocab_size - 1).bit_length()),
+            num_warps=4,
+        )
+        return drawn
+
+    def _set_drawings(self, slots: Sequence[int], drawings: Sequence[DrawSettings]) -> None:
+        """Send the settings of slots to the device."""
+        settings = torch.ones(self._settings.shape, dtype=torch.float64)
+        for slot, drawing in zip(slots, drawings, strict=True):
+            top_k, top_p, temperature = drawing.sampling.top_k, drawing.sampling.top_p, drawing.sampling.temperature
+            none = top_k or self.model.vocab_size, 2.0 if top_p is None else top_p  # both without effect
+            settings[:, slot] = torch.tensor([*none, temperature], dtype=torch.float64)
+            if self._nevers[slot] != drawing.never:
+                self._nevers[slot] = drawing.never
+                self._never[slot] = 0
+                if drawing.forbidden is not None:
+                    self._never[slot].index_fill_(0, drawing.forbidden, 1)
+        self._settings.copy_(sent(settings, self._settings.device))
+        self._drawings = list(slots), list(drawings)
 
     def _log_probs(self, tokens: Int64[Tensor, " n"]) -> tuple[Float[Tensor, "n V"]]:
         """Read the next tokens of the first n slots."""

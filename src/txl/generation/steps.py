@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -137,21 +138,32 @@ class StaticStep:
             self._graphs[n_lane] = Captured(self._log_probs)
         return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
-    def draws(self, drawing: DrawSettings) -> bool:
-        """Count a step with these settings, and return True if `draw` should compute it: many in a row had them."""
+    def draws(self, drawings: Sequence[DrawSettings]) -> bool:
+        """Count a step with these settings, and return True if `draw` should compute it: many in a row had one of them.
+
+        One recorded graph then takes the step and draws: the program waits once a token.
+        """
+        drawing, *others = set(drawings)
+        if others:
+            return False
         known, count = self._alike
         self._alike = drawing, count + 1 if drawing == known else 1
         return self.captured and self._alike[1] > _ALIKE
 
     def draw(
-        self, tokens: Int64[Tensor, " B"], drawing: DrawSettings, keys: Int64[Tensor, "3 N"]
+        self,
+        tokens: Int64[Tensor, " B"],
+        slots: Sequence[int],
+        drawings: Sequence[DrawSettings],
+        keys: Int64[Tensor, "3 N"],
     ) -> Int64[Tensor, "2 n"]:
         """Read the next token of slots, draw the tokens after it, and write them to `tokens`, all in one graph.
 
-        `tokens` is always the same tensor. `keys` are seed, number of the token, and 1 if the slot takes part, else 0.
-        Returns drawn tokens, and indices into `REASONS`, of the first n >= N slots.
+        `tokens` is always the same tensor; `drawings` are the settings of `slots`. `keys` are seed, number of the
+        token, and 1 if the slot takes part, else 0. Returns drawn tokens, and indices into `REASONS`, of the first
+        n >= N slots.
         """
-        n_lane = self._rounded(keys.shape[1])
+        n_lane, drawing = self._rounded(keys.shape[1]), drawings[0]
         graph = self._draws.pop((n_lane, drawing), None)
         if graph is None:
             following = tokens[:n_lane]
@@ -170,6 +182,16 @@ class StaticStep:
                 self._draws.popitem(last=False)
         self._draws[n_lane, drawing] = graph  # as the most recently used
         return graph(sent(F.pad(keys, (0, n_lane - keys.shape[1])), tokens.device))[0]
+
+    def record(self, tokens: Int64[Tensor, " B"]) -> None:
+        """Record graphs that would otherwise be recorded by the steps that need them first; streams do not change."""
+        if not self.captured:
+            return
+        sizes = sorted({self._rounded(1 << power) for power in range(len(self.lanes).bit_length() + 1)})
+        for n_lane in sizes:
+            if n_lane not in self._graphs:
+                self._graphs[n_lane] = graph = Captured(self._log_probs)
+                graph.record(tokens[:n_lane])
 
     def _rounded(self, n_lane: int) -> int:
         # Powers of two: a few graphs serve every number of streams, and at most half of a step is wasted.
