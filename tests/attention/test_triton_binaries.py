@@ -19,6 +19,7 @@ if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRE
 
 import triton  # pyright: ignore[reportMissingImports]
 from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+from triton.backends.nvidia.compiler import get_ptxas  # pyright: ignore[reportMissingImports]
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
 from txl.attention import triton_kernels
@@ -27,9 +28,9 @@ CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "applied", "by_key", "by_distance")
 MOST_STACK = {
     ("forward_kernel", torch.bfloat16): 300,
-    ("score_gradient_kernel", torch.bfloat16): 560,
-    ("forward_kernel", torch.float32): 1792,
-    ("score_gradient_kernel", torch.float32): 1792,
+    ("score_gradient_kernel", torch.bfloat16): 400,
+    ("forward_kernel", torch.float32): 400,
+    ("score_gradient_kernel", torch.float32): 1300,
 }
 """Largest stack size in bytes per thread, for spilled registers; measured when the tilings were chosen."""
 
@@ -82,7 +83,7 @@ def usage(binary: bytes, folder: Path) -> dict[str, int]:
 def warnings(code: str, folder: Path) -> list[str]:
     """Return the assembler's warnings that it waits for every instruction of a matrix unit (C7510 and others)."""
     (folder / "kernel.ptx").write_text(code)
-    told = said("ptxas", "-v", "-arch=sm_90a", folder / "kernel.ptx", "-o", folder / "again.cubin")
+    told = said(get_ptxas(90).path, "-v", "-arch=sm_90a", folder / "kernel.ptx", "-o", folder / "again.cubin")
     return re.findall(r".*\bC75\d\d\b.*", told)
 
 
