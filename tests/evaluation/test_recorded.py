@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from tests.conftest import small_run
 from tests.models.test_contract import VARIANTS, V, lively
 from tests.training.test_trainer import events, train
+from tests.waiting import AHEAD, Waits
 
 from txl.attention import KeyScope, Operands
 from txl.data.characters import CharVocabulary
@@ -153,3 +155,16 @@ def test_evaluations_during_training_are_recorded(story, data_dir, tmp_path, rec
     assert losses["recorded"] == pytest.approx(losses["eager"], rel=1e-8)
     assert len(losses["eager"]) == 6
     assert len(replays) > 50
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.2])
+def test_nothing_waits_for_the_device_before_the_end(temperature, recording, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    model, replays, done = lively(VARIANTS["post-norm"]).to(AHEAD), recording(), []
+    settings = Settings(4, batch_size=3, temperature=temperature)
+    with Waits(), pytest.raises(Exception, match="meta"):  # where the sum of the losses is read
+        evaluate_with(model, TEXT, settings, lambda *counts: done.append(counts))
+    assert done[-1] == (198, 198)
+    assert len(replays) > 8
