@@ -77,7 +77,7 @@ lm-eval: .venv-lm-eval/.installed
 triton: .venv-triton/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_attention.py \
 		tests/models/test_fused_rows.py tests/models/test_fused_layers.py tests/models/test_fused_loss.py \
-		tests/models/test_fused_ends.py tests/decoding/test_fused_step.py
+		tests/models/test_fused_ends.py tests/models/test_fused_reading.py tests/decoding/test_fused_step.py
 	PYTHONPATH=src .venv-triton/bin/python -m pytest -n 2 tests/attention/test_triton_binaries.py \
 		tests/models/test_loss_binaries.py tests/models/test_rows_binaries.py tests/decoding/test_decode_binaries.py
 

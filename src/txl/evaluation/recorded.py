@@ -16,6 +16,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from txl.devices import Captured
+from txl.models.fused_reading import FusedWeights, FusedWindow
 from txl.models.language_model import LanguageModel, State
 from txl.models.loss import nll_at_temperature
 from txl.models.memory import Memory, MemoryWindow, Projections
@@ -31,6 +32,11 @@ def records(model: LanguageModel) -> bool:
     return type(model) is TransformerXL and model.softmax.bias.device.type == "cuda"
 
 
+def fuses(view: TransformerXL, state: Memory) -> bool:
+    """Return whether a model's layers are read by `FusedWindow`."""
+    return view.softmax.bias.is_cuda and view.why_not_fused(state) is None
+
+
 @dataclass
 class _Shape:
     """Steps with the same B, T and M, and their graph once it is recorded."""
@@ -44,9 +50,21 @@ class _Recorded:
     """All that graphs of one model and of the same settings read."""
 
     view: TransformerXL
+    weights: FusedWeights | None = None  # for few kernels, where the products are in a low precision
     shapes: dict[tuple[int, ...], _Shape] = field(default_factory=dict)
     windows: dict[torch.Size, MemoryWindow] = field(default_factory=dict)
     first: Captured | None = None
+
+    def convert(self, modules: list[nn.Module], dtype: torch.dtype, state: Memory) -> None:
+        """Convert the weights of products to autocast's dtype, again for every evaluation."""
+        if self.weights is not None:
+            self.weights.refresh()
+        elif fuses(self.view, state):
+            self.weights = FusedWeights(self.view, dtype)
+        else:
+            for own, module in zip(self.view.modules(), modules, strict=True):
+                if isinstance(module, nn.Linear):
+                    _convert(own, module, dtype)
 
 
 class Recordings:
@@ -83,7 +101,7 @@ class Recordings:
         shape = recorded.shapes.setdefault((*tokens.shape, state.length), _Shape())
         if state.length == state.capacity or len(recorded.shapes) <= _MOST_SHAPES:
             shape.n_read += 1
-        if shape.n_read < WARM:
+        if shape.n_read < WARM and recorded.weights is None:
             return model.nll_at(tokens, targets, state, temperature)
         return _from_window(recorded, shape, tokens, targets, state, temperature)
 
@@ -101,9 +119,7 @@ class Recordings:
             self._recorded = None if hooked else _Recorded(evaluation_view(model))
         self._fixed, self._evaluation = fixed, (held.frozen, *settings)
         if self._recorded is not None and held.autocast is not None:
-            for own, module in zip(self._recorded.view.modules(), modules, strict=True):
-                if isinstance(module, nn.Linear):
-                    _convert(own, module, held.autocast)
+            self._recorded.convert(modules, held.autocast, state)
         return self._recorded
 
 
@@ -120,10 +136,12 @@ def _convert(own: nn.Module, module: nn.Linear, dtype: torch.dtype) -> None:
 def _from_window(
     recorded: _Recorded, shape: _Shape, tokens: Tensor, targets: Tensor, state: Memory, temperature: float
 ) -> tuple[Tensor, Memory]:
-    """Compute `nll_at` with memory at fixed addresses: once without a graph, then in the graph."""
+    """Compute `nll_at` with memory at fixed addresses: at first without a graph, then in the graph."""
     view = recorded.view
     if (window := recorded.windows.get(tokens.shape)) is None:
-        window = recorded.windows[tokens.shape] = MemoryWindow(state, tokens.shape[1])
+        n_new, weights = tokens.shape[1], recorded.weights
+        window = MemoryWindow(state, n_new) if weights is None else FusedWindow(state, n_new, weights)
+        recorded.windows[tokens.shape] = window
     window.load(state)
     # The number of targets in a tail cluster is part of a shape, so such losses are computed after the graph.
     has_losses = temperature != 1 or not view.config.cutoffs
@@ -140,7 +158,7 @@ def _from_window(
                 return (view.nll_of(hidden, targets),)
             return (nll_at_temperature(view.log_probs_of(hidden), targets, temperature),)
 
-    if shape.n_read == WARM:
+    if shape.n_read <= WARM:
         (result,) = step(tokens, targets)
     else:
         if shape.graph is None:

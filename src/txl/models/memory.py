@@ -139,15 +139,19 @@ class MemoryWindow:
         held = memory.projections
         assert held is not None
         self.n_new, self.capacity, self._n_layer = n_new, memory.capacity, len(memory.hidden)
-        size = self.capacity + n_new
-        self._rows = [
-            kind[0].new_zeros(len(kind), *kind[0].shape[:-2], size, kind[0].shape[-1])
-            for kind in (memory.hidden, held.keys + held.values)
-        ]
-        self._positions = tuple(rows.new_zeros(rows.shape[0], size, rows.shape[-1]) for rows in held.positions)
-        self._known: tuple[Tensor, ...] = ()  # the positions of which those here are a copy
-        self._views: dict[int, tuple[tuple[Tensor, ...], ...]] = {}
+        self.size = self.capacity + n_new
         self._memory = memory
+        self._known: tuple[Tensor, ...] = ()  # the positions of which `_positions` are a copy
+        self._views: dict[int, tuple[tuple[Tensor, ...], ...]] = {}
+        self._allocate(memory.hidden, held)
+
+    def _allocate(self, hidden: tuple[Tensor, ...], held: Projections) -> None:
+        """Provide `_rows`, and `_positions` [H,L,D] for the distances of all layers."""
+        self._rows = [
+            kind[0].new_zeros(len(kind), *kind[0].shape[:-2], self.size, kind[0].shape[-1])
+            for kind in (hidden, held.keys + held.values)
+        ]
+        self._positions = tuple(rows.new_zeros(rows.shape[0], self.size, rows.shape[-1]) for rows in held.positions)
 
     def load(self, memory: Memory) -> None:
         """Take a memory, filled in all lanes, with projections of at least M + T distances; copy what is not here."""
@@ -172,6 +176,10 @@ class MemoryWindow:
         held = replace(self._memory.projections, keys=keys, values=values, positions=self._positions, buffers=None)
         return replace(self._memory, hidden=hidden, projections=held), held
 
+    def read(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"] | None:
+        """Return h^N from h^0, and move the window; None: the model's modules read it."""
+        return None
+
     def append(
         self, layer: int, hidden: Float[Tensor, "B T E"], key: Float[Tensor, "B T H D"], value: Float[Tensor, "B T H D"]
     ) -> tuple[Float[Tensor, "B S H D"], Float[Tensor, "B S H D"]]:
@@ -185,12 +193,16 @@ class MemoryWindow:
 
     def finish(self, keep: int) -> tuple[tuple[Tensor, ...], Projections]:
         """Move the newest `keep` rows by T; return their hidden states and projections."""
-        first, size = self.capacity - keep, self.capacity + self.n_new
+        self._move(keep, -2)
+        return self._kept(keep)
+
+    def _move(self, keep: int, place: int) -> None:
+        """Move the newest `keep` positions, which are dimension `place` of `_rows`, by T."""
         for kind in self._rows:
             # Source and destination overlap. Of large memories, the copy is made for a few layers at a time.
             for rows in kind.split(max(1, _MOST_MOVED * len(kind) // max(1, kind.numel()))):
-                rows.narrow(-2, first, keep).copy_(rows.narrow(-2, size - keep, keep).clone())
-        return self._kept(keep)
+                new = rows.narrow(place, self.size - keep, keep).clone()
+                rows.narrow(place, self.capacity - keep, keep).copy_(new)
 
     def after(self) -> Memory:
         """Return the memory that the step has left. The next step overwrites it."""

@@ -337,7 +337,9 @@ class TransformerXL(FamilyModel[Memory]):
     def read_window(self, tokens: Int64[Tensor, "B T"], window: MemoryWindow) -> Float[Tensor, "B T E"]:
         """Return h^N of a segment and move the window along: `hidden_states` in evaluation, at fixed addresses."""
         memory, held = window.at_fixed_addresses()
-        return self._from_projections(self._embedded(tokens, memory), memory, held, window)[0]
+        hidden = self._embedded(tokens, memory)
+        read = window.read(hidden)
+        return self._from_projections(hidden, memory, held, window)[0] if read is None else read
 
     def _from_projections(
         self, hidden: Tensor, state: Memory, held: Projections, window: MemoryWindow | None = None
