@@ -84,7 +84,7 @@ triton: .venv-triton/.installed
 .venv-triton/.installed: constraints-triton.txt
 	$(PYTHON) -m venv .venv-triton
 	.venv-triton/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-triton.txt \
-		torch triton safetensors tokenizers numpy pytest pytest-xdist rich lazy_loader portalocker jaxtyping beartype
+		torch triton safetensors tokenizers numpy pytest pytest-xdist rich lazy_loader portalocker jaxtyping beartype zstandard
 	@touch $@
 
 # The documentation as a site of plain files in site/; broken links and anchors end it.
