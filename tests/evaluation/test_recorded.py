@@ -17,13 +17,17 @@ from tests.training.test_trainer import events, train
 from tests.waiting import AHEAD, Waits
 
 from txl.attention import KeyScope, Operands
+from txl.config import VanillaConfig, as_family
 from txl.data.characters import CharVocabulary
 from txl.devices import Captured
 from txl.evaluation.perplexity import evaluate, evaluate_with
-from txl.evaluation.recorded import Recordings
+from txl.evaluation.recorded import WARM, Recordings
+from txl.evaluation.sliding import evaluate_sliding
 from txl.evaluation.stream import Settings
 from txl.evaluation.surprisal import surprisals
+from txl.models.family import FamilyModel
 from txl.models.transformer_xl import TransformerXL
+from txl.models.vanilla import VanillaTransformer
 from txl.training.step import training_step
 
 TEXT = np.random.default_rng(0).integers(0, V, 203)
@@ -168,3 +172,22 @@ def test_nothing_waits_for_the_device_before_the_end(temperature, recording, mon
         evaluate_with(model, TEXT, settings, lambda *counts: done.append(counts))
     assert done[-1] == (198, 198)
     assert len(replays) > 8
+
+
+@pytest.mark.parametrize("kind", ["Transformer-XL", "vanilla", "vanilla, sinusoid"])
+def test_sliding_windows_are_recorded(kind, recording, monkeypatch):
+    shape = VARIANTS["post-norm"]
+    model: FamilyModel = lively(shape)
+    if kind != "Transformer-XL":
+        encoding = "sinusoid" if "sinusoid" in kind else "learned"
+        config = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=6, encoding=encoding)
+        model = VanillaTransformer(config, V).double().eval()
+    settings: dict[str, Any] = {"context": 6, "batch_size": 4, "temperature": 1.2}
+    eager = evaluate_sliding(model, TEXT, **settings)
+    replays = recording()
+    monkeypatch.setattr("txl.evaluation.recorded.records_windows", lambda _: True)
+    assert evaluate_sliding(model, TEXT, **settings).nll == eager.nll
+    assert len(replays) == (202 - 6) // 4 - WARM
+    model.register_forward_hook(lambda *_: None)
+    assert evaluate_sliding(model, TEXT, **settings).nll == eager.nll
+    assert len(replays) == (202 - 6) // 4 - WARM

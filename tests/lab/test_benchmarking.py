@@ -197,6 +197,9 @@ def test_table9_measures_both_models_at_every_length(capsys):
     for row in found["results"]:
         assert row["ratio"] == pytest.approx(row["vanilla_seconds"] / row["transformer_xl_seconds"])
         assert row["ratio"] > 1
+    # 2 layers, E 16, A 16, F 32, V 204; frozen weights; all pairs of 800 tokens; one position of the softmax.
+    layer = 800 * (4 * 2 * 16 * 16 + 2 * 2 * 16 * 32) + 2 * 2 * 16 * (800 * 801 // 2)
+    assert found["results"][0]["vanilla_operations"] == 2 * layer + 2 * 16 * 204
     assert main([*words, "--model.d-inner", "32", "--device", "cpu"]) == 0
     assert "363 in the paper" in capsys.readouterr().out
 

@@ -22,6 +22,7 @@ from txl.models.loss import nll_at_temperature
 from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
+from txl.models.vanilla import VanillaTransformer
 
 WARM = 3  # steps with the same shapes before a step is recorded, in which libraries initialise themselves
 _MOST_SHAPES = 64  # shapes beyond which a step is recorded only if its memory is full
@@ -35,6 +36,11 @@ def records(model: LanguageModel) -> bool:
 def fuses(view: TransformerXL, state: Memory) -> bool:
     """Return whether a model's layers are read by `FusedWindow`."""
     return view.softmax.bias.is_cuda and view.why_not_fused(state) is None
+
+
+def records_windows(model: LanguageModel) -> bool:
+    """Return whether windows without memory may be recorded: those of a Transformer on an NVIDIA GPU."""
+    return type(model) in (TransformerXL, VanillaTransformer) and next(model.parameters()).device.type == "cuda"
 
 
 @dataclass
@@ -167,3 +173,33 @@ def _from_window(
         (result,) = shape.graph(tokens, targets)
     # A copy, because the next replay overwrites the result.
     return result.clone() if has_losses else view.nll_of(result, targets), window.after()
+
+
+class RecordedWindows:
+    """`LanguageModel.chosen_nll` of windows that begin with empty memory, recorded once their shapes repeat.
+
+    A graph reads weights that autocast has converted: a value serves one evaluation, inside one autocast block.
+    """
+
+    def __init__(self, model: LanguageModel, temperature: float):
+        self._model, self._temperature = model, temperature
+        self._shapes: dict[tuple[torch.Size, ...], _Shape] = {}
+
+    def __call__(
+        self, tokens: Int64[Tensor, "B T"], at: Int64[Tensor, " P"], targets: Int64[Tensor, " P"], state: State
+    ) -> Float[Tensor, " P"]:
+        """Return the losses of `targets`; `state` is empty, and one of as many lanes serves all windows."""
+
+        def read(tokens: Tensor, at: Tensor, targets: Tensor) -> tuple[Tensor]:
+            return (self._model.chosen_nll(tokens, at, targets, state, self._temperature),)
+
+        # As in `Recordings`: the rows of tail clusters depend on the targets, and hooks are called for each window.
+        model, shape = self._model, self._shapes.setdefault((tokens.shape, at.shape), _Shape())
+        is_fixed = records_windows(model) and (self._temperature != 1 or not model.config.cutoffs)
+        if not is_fixed or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+            return read(tokens, at, targets)[0]
+        shape.n_read += 1
+        if shape.n_read <= WARM:
+            return read(tokens, at, targets)[0]
+        shape.graph = shape.graph or Captured(read, warm_up=0)
+        return shape.graph(tokens, at, targets)[0].clone()

@@ -73,6 +73,9 @@ def add_parser(commands: Parser) -> None:
         metavar="T",
         help="tokens that Transformer-XL reads at once (default: 128)",
     )
+    table.add_argument(
+        "--lanes", type=positive, default=1, metavar="B", help="lanes, and windows, that are read at once (default: 1)"
+    )
     table.add_argument("--steps", type=positive, default=5, metavar="N", help="windows to time (default: 5)")
     shared(table, "dtype")
     add_config_options(table, ("model",), "transformer-xl")
@@ -197,7 +200,8 @@ def run_table9(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     rows = []
     for length in arguments.lengths:
-        row = slowdown(shape, arguments.vocabulary, length, arguments.segment, arguments.steps, device, arguments.dtype)
+        sizes = (length, arguments.segment, arguments.steps)
+        row = slowdown(shape, arguments.vocabulary, *sizes, device, arguments.dtype, arguments.lanes)
         rows.append(row.to_dict())
         if not arguments.json:
             published = f", {rows[-1]['published']:,} in the paper (another machine)" if rows[-1]["published"] else ""
