@@ -62,6 +62,7 @@ def assert_same(found: Memory, expected: Memory) -> None:
         torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("right_bfloat16")
 @pytest.mark.parametrize("device", DEVICES)
 def test_evaluations_in_bfloat16_read_so(device, monkeypatch):
     """On a GPU in graphs, on a CPU without: the loss is that of the modules, and stays so when weights change."""
