@@ -27,7 +27,7 @@ from txl.attention import triton_kernels
 CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "applied", "by_key", "by_distance")
 MOST_STACK = {
-    ("forward_kernel", torch.bfloat16): 300,
+    ("forward_kernel", torch.bfloat16): 310,
     ("score_gradient_kernel", torch.bfloat16): 400,
     ("forward_kernel", torch.float32): 400,
     ("score_gradient_kernel", torch.float32): 1300,

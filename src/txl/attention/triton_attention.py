@@ -62,10 +62,10 @@ def tilings(d_head: int, dtype: torch.dtype, tf32: bool, capability: tuple[int, 
     if dtype == torch.bfloat16:
         if capability[0] == 9 and width <= 128:
             return dict(zip(KERNELS, _HOPPER[max(64, width)], strict=True))
-        warps, shared = 8 if width == 256 else 4, {32: 20480, 64: 20480, 128: 40960, 256: 81920}.get(width)
+        warps, shared = 8 if width == 256 else 4, {32: 10240, 64: 16384, 128: 28672, 256: 65536}.get(width)
     else:
         warps = 4 if tf32 else 8
-        shared = {32: 28672, 64: 40960 if tf32 else 53248, 128: 81920 if tf32 else 102400}.get(width)
+        shared = {32: 28672, 64: 40960, 128: 69632}.get(width)
     return None if shared is None else dict.fromkeys(KERNELS, Tiling(32, warps, 1, shared))
 
 
