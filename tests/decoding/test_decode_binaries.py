@@ -23,7 +23,7 @@ from txl.generation import decode_kernels, fused_step
 TYPES = {
     **dict.fromkeys(("by_distance", "partials", "sums"), "*fp32"),
     **dict.fromkeys(("scale", "eps"), "fp32"),
-    **dict.fromkeys(("read", "keys", "tokens", "drawn"), "*i64"),
+    **dict.fromkeys(("read", "keys", "tokens", "before", "drawn"), "*i64"),
     **{"log_probs": "*fp32", "settings": "*fp64", "never": "*u8"},
     "tickets": "*i32",
 }

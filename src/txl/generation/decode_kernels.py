@@ -264,6 +264,7 @@ def draw_kernel(
     never,
     keys,
     tokens,
+    before,
     read,
     drawn,
     n_vocab,
@@ -276,6 +277,7 @@ def draw_kernel(
     log_probs: float32 [n,V]. settings: top_k, top_p and temperature of each slot, float64 [3,B]. never: 1 for the
     tokens that a slot forbids, uint8 [B,V]. keys: seed, number of the token and 1 for lanes that take part, int64
     [3,n]; numbers grow where a token is drawn. tokens, read: int64 [B], the next token and the number of tokens read.
+    before: copy of the tokens as they were, int64 [B].
     drawn: tokens and indices into `REASONS`, int64 [2,n].
     """
     lane = tl.program_id(0)
@@ -312,12 +314,13 @@ def draw_kernel(
     seed, number = tl.load(keys + lane), tl.load(keys + n_lane + lane)
     takes_part = tl.load(keys + 2 * n_lane + lane)
     chance = _shifted(_mixed(_mixed(seed) + number), 11).to(tl.float64) * 2.0**-53
-    before = (candidate & (ends <= chance * tl.max(ends, 0))).to(tl.int32)
-    place = tl.minimum(tl.sum(before, 0), tl.sum(candidate.to(tl.int32), 0) - 1)
+    passed = (candidate & (ends <= chance * tl.max(ends, 0))).to(tl.int32)
+    place = tl.minimum(tl.sum(passed, 0), tl.sum(candidate.to(tl.int32), 0) - 1)
     place = tl.where(is_greedy, 0, place)
     picked = tl.sum(tl.where(token == place, ids, 0), 0)
 
     has_drawn = (takes_part == 1) & (obstacle == 0)
+    tl.store(before + lane, tl.load(tokens + lane))
     tl.store(tokens + lane, picked, mask=has_drawn)
     tl.store(keys + n_lane + lane, number + 1, mask=has_drawn)
     tl.store(read + lane, tl.load(read + lane) + takes_part)

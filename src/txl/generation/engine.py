@@ -215,6 +215,7 @@ class DecodeEngine:
         """Return a copy of the state of a stream that has a waiting token; the stream does not change."""
         self._check_waiting(stream)
         self._check_saves()
+        self._settle()
         slots = self._slots
         assert isinstance(slots, Slots)
         with torch.inference_mode():
@@ -265,6 +266,7 @@ class DecodeEngine:
         """Start a second stream that has read the same tokens, and continues with another seed."""
         self._check_member(stream)
         twin, slot = replace(stream, seed=checked_seed(seed)), self._free_slot()
+        self._settle()
         with torch.inference_mode():
             self._slots.copy(stream.slot, slot)
             self._next[slot] = self._next[stream.slot]
@@ -341,6 +343,7 @@ class DecodeEngine:
         """
         chosen = list(self._streams if streams is None else streams)
         self._check_ready(chosen)
+        self._settle()
         places = [stream.slot for stream in chosen]
         with torch.inference_mode():
             slots = sent(torch.tensor(places, dtype=torch.int64), self._next.device)
@@ -362,6 +365,7 @@ class DecodeEngine:
         ids = checked_tokens(tokens, self.model.vocab_size, "the token")
         if len(ids) != len(streams):
             raise UserError(f"{len(ids)} tokens were given for {len(streams)} streams; expected one for each")
+        self._settle()
         with torch.inference_mode():
             self._next[[stream.slot for stream in streams]] = sent(ids, self._next.device)
         for stream in streams:
@@ -372,6 +376,11 @@ class DecodeEngine:
         # If all modules are called, their hooks run too, even hooks that were added later.
         if not self._frozen.holds(hooks=not self._calls_modules):
             raise UserError("the model has changed since the engine was made", remedy="make a new engine")
+
+    def _settle(self) -> None:
+        if isinstance(self._step, StaticStep):
+            with torch.inference_mode():
+                self._step.settle(self._next)
 
     def _check_saves(self) -> None:
         if self._calls_modules:
@@ -429,6 +438,7 @@ class DecodeEngine:
     def _place(self, stream: Stream, read: TextReading | StreamState) -> Stream:
         memory = read.memory if isinstance(read, TextReading) else self.memory_of(read)
         slot = self._free_slot()
+        self._settle()
         with torch.inference_mode():
             self._slots.fill(slot, memory, read.n_token - 1)
             self._next[slot] = read.waiting

@@ -28,6 +28,7 @@ _TILE = 8192  # bytes of a tile of keys: four loads of 16 bytes a thread
 _PROGRAMS = 8192  # of the attention kernel, if memory is long enough: so many that the last ones cost little
 _MOST_SPLITS = 32  # programs that share a head
 _MOST_SORTED = 2048  # tokens of a vocabulary that `draw_kernel` sorts
+_STEADY = 4  # steps in a row without a change of streams, after which a step is taken ahead
 _STAGES = 3  # one tile of keys and values is used while two are on their way
 
 
@@ -88,6 +89,10 @@ class FusedStep(StaticStep):
             self._never = torch.zeros(n_slot, vocab_size, dtype=torch.uint8, device=device)
             self._nevers: list[tuple[int, ...]] = [()] * n_slot
             self._drawings: tuple[list[int], list[DrawSettings]] = [], []
+            # The graph of a step that was taken before it was asked for, and what it overwrote.
+            self._ahead: Captured | None = None
+            self._before = torch.zeros(n_slot, dtype=torch.int64, device=device)
+            self._steady = 0
 
     def draws(self, drawings: Sequence[DrawSettings]) -> bool:
         """Return True if `draw` should compute a step: always, except with a large vocabulary."""
@@ -100,23 +105,48 @@ class FusedStep(StaticStep):
         drawings: Sequence[DrawSettings],
         keys: Int64[Tensor, "3 N"],
     ) -> Int64[Tensor, "2 n"]:
-        """Compute `StaticStep.draw` for any settings, which are inputs of the same graph."""
+        """Compute `StaticStep.draw` for any settings, which are inputs of the same graph; the result is on the CPU.
+
+        While streams do not change, the next step is launched before the tokens of this one are waited for, so that
+        the device works while the program handles them. `settle` undoes such a step.
+        """
         if not self._is_sorted:
             return super().draw(tokens, slots, drawings, keys)
-        if (slots, drawings) != self._drawings:
-            self._set_drawings(slots, drawings)
         n_lane = self._rounded(keys.shape[1])
-        graph = self._graph_with_drawing(tokens, n_lane)
         keys, known = F.pad(keys, (0, n_lane - keys.shape[1])), self._keys.get(n_lane)
-        # The graph counts the tokens by itself: keys are sent only if streams have changed.
-        follows = known is not None and torch.equal(keys, known)
-        drawn = graph(graph.inputs[0] if follows else sent(keys, tokens.device))[0]
-        keys[1] += keys[2]
-        self._keys[n_lane] = keys
+        # The graph counts tokens by itself: if streams have not changed, its keys are these.
+        follows = (slots, drawings) == self._drawings and known is not None and torch.equal(keys, known)
+        self._steady = self._steady + 1 if follows else 0
+        if not follows:
+            self.settle(tokens)
+            self._set_drawings(slots, drawings)
+        graph = self._graph_with_drawing(tokens, n_lane)
+        if self._ahead is None:
+            graph(graph.inputs[0] if follows else sent(keys, tokens.device))
+        self._keys[n_lane] = torch.stack([keys[0], keys[1] + keys[2], keys[2]])
+        drawn = graph.outputs[0].to("cpu", non_blocking=True, copy=True)
+        arrived = torch.cuda.Event() if tokens.is_cuda else None
+        if arrived is not None:
+            arrived.record()
+        self._ahead = graph if self._steady >= _STEADY else None
+        if self._ahead is not None:
+            graph(graph.inputs[0])
+        if arrived is not None:
+            arrived.synchronize()
         return drawn
+
+    def settle(self, tokens: Int64[Tensor, " B"]) -> None:
+        """Undo a step that was taken ahead: the keys that it has written lie where the slots' next tokens will lie."""
+        if self._is_sorted and self._ahead is not None:
+            keys, self._ahead = self._ahead.inputs[0], None
+            n_lane = keys.shape[1]
+            tokens[:n_lane] = self._before[:n_lane]
+            self.slots.read[:n_lane] -= keys[2]
+            del self._keys[n_lane]  # the graph's own have grown
 
     def record(self, tokens: Int64[Tensor, " B"]) -> None:
         """Record all graphs; see `StaticStep.record`."""
+        self.settle(tokens)
         super().record(tokens)
         if self.captured and self._is_sorted:
             for n_lane in list(self._graphs):
@@ -145,6 +175,7 @@ class FusedStep(StaticStep):
             self._never,
             keys,
             tokens,
+            self._before,
             self.slots.read,
             drawn,
             vocab_size,

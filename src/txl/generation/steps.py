@@ -183,6 +183,9 @@ class StaticStep:
         self._draws[n_lane, drawing] = graph  # as the most recently used
         return graph(sent(F.pad(keys, (0, n_lane - keys.shape[1])), tokens.device))[0]
 
+    def settle(self, tokens: Int64[Tensor, " B"]) -> None:
+        """Bring the slots and `tokens` to the state that the last call left, before others read or change it."""
+
     def record(self, tokens: Int64[Tensor, " B"]) -> None:
         """Record graphs that would otherwise be recorded by the steps that need them first; streams do not change."""
         if not self.captured:
