@@ -15,11 +15,16 @@ from benchmarks.gpu_rows import Bench, Figures, TrainingCase
 from torch import Tensor
 
 import txl
-from txl.config import TransformerXLConfig, with_options
+from txl.config import ModelConfig, TransformerXLConfig, with_options
 from txl.data.user_text import stdlib_files
+from txl.evaluation import recorded
+from txl.evaluation.perplexity import evaluate_with
+from txl.evaluation.recorded import Recordings
+from txl.evaluation.stream import Settings
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.loss import Objective
+from txl.models.transformer_xl import TransformerXL
 from txl.runs.directory import RunDirectory
 from txl.training.compilation import CapturedStep
 from txl.training.optimisers import build_optimizer
@@ -177,18 +182,39 @@ def first_steps(bench: Bench, seeds: int = 4) -> Figures:
 
 
 def evaluation(bench: Bench) -> Figures:
-    """Time an evaluation of Penn Treebank's 73,760 validation tokens as the preset trains it; a tenth of them first."""
+    """Time evaluations of Penn Treebank's 73,760 validation tokens as the preset trains: recorded, and a tenth eagerly.
+
+    Losses of recorded and eager steps are compared: in float32 both call the modules, in bfloat16 recorded steps use
+    the kernels of fused layers.
+    """
     run = txl.preset("ptb")
-    shape = bench.run("ptb").model if bench.rehearsed else run.model
+    shape: ModelConfig = bench.run("ptb").model if bench.rehearsed else run.model
+    if not bench.rehearsed:
+        shape = TransformerXL.for_captured_steps(shape, bench.device, torch.bfloat16)
     torch.manual_seed(0)
-    model = build_model(shape, bench.vocabulary("ptb"), bench.device).to(bench.device).train()
+    model = build_model(shape, bench.vocabulary("ptb"), bench.device).to(bench.device)
     whole = 2_000 if bench.rehearsed else 73_760
     tokens = ranked_tokens(model.vocab_size, 1, whole)[0].numpy()
-    segment, memory = run.eval.segment, shape.mem_len + run.train.segment - run.eval.segment
-    settings = {"segment": segment, "mem_len": memory, "window": "none", "batch_size": run.train.eval_batch_size}
-    seconds: Figures = {}
-    for name, most, dtype in (("tenth", whole // 10, "bfloat16"), ("again", whole // 10, "bfloat16"), ("", whole, "")):
-        if name or 10 * seconds["again"] < 8:
-            chosen = dtype or "bfloat16"
-            seconds[name or "whole"] = txl.evaluate(model, tokens, max_tokens=most, dtype=chosen, **settings).seconds
-    return {"seconds": seconds, "whole_seconds": seconds.get("whole", 10 * seconds["again"])}
+    segment = run.eval.segment
+    memory = shape.mem_len + run.train.segment - segment
+    settings = Settings(segment, memory, "none", batch_size=run.train.eval_batch_size or 10)
+    seconds, differences, failures = dict[str, float](), dict[str, float](), list[str]()
+    allowed = recorded.records
+    for dtype, most in (("float32", 1e-5), ("bfloat16", 5e-3)):
+        tenth = dataclasses.replace(settings, dtype=dtype, max_tokens=whole // 10)
+        recorded.records = lambda model: False
+        try:
+            eager = evaluate_with(model, tokens, tenth)
+        finally:
+            recorded.records = allowed
+        result = evaluate_with(model, tokens, tenth)
+        seconds |= {f"tenth, eager {dtype}": eager.seconds, f"tenth, recorded {dtype}": result.seconds}
+        differences[dtype] = abs(result.nll - eager.nll)
+        if not differences[dtype] < most * eager.nll:
+            failures.append(f"{dtype}: recorded steps have a loss of {result.nll}, eager steps of {eager.nll}")
+    kept = Recordings()
+    for time in range(3):  # as in training, which keeps its graphs
+        result = evaluate_with(model, tokens, dataclasses.replace(settings, dtype="bfloat16"), recordings=kept)
+        seconds[f"whole, time {time + 1}"] = result.seconds
+    whole_seconds = seconds["whole, time 3"]
+    return {"seconds": seconds, "differences": differences, "whole_seconds": whole_seconds, "failures": failures}

@@ -191,3 +191,26 @@ def test_sliding_windows_are_recorded(kind, recording, monkeypatch):
     model.register_forward_hook(lambda *_: None)
     assert evaluate_sliding(model, TEXT, **settings).nll == eager.nll
     assert len(replays) == (202 - 6) // 4 - WARM
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("attention", ["shifted", "triton"])
+@pytest.mark.parametrize("temperature", [1.0, 1.2])
+def test_graphs_on_a_gpu(attention, temperature, monkeypatch):
+    """With graphs that are kept while weights change, with a tail cluster, and sliding windows."""
+    shape = dataclasses.replace(VARIANTS["adaptive"], attention=attention)
+    model, kept = lively(shape, torch.float32).cuda(), Recordings()
+    settings = Settings(4, batch_size=3, temperature=temperature)
+    for _ in range(5):
+        assert evaluate_with(model, TEXT, settings, recordings=kept).nll == pytest.approx(
+            eagerly(model, settings), rel=1e-5
+        )
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight *= 1.05
+    slid = evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll
+    monkeypatch.setattr("txl.evaluation.recorded.records_windows", lambda _: False)
+    assert slid == pytest.approx(
+        evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll, rel=1e-5
+    )
