@@ -28,7 +28,7 @@ CAPABILITIES = ((8, 0), (8, 9), (9, 0))
 OPERANDS = ("query_u", "query_v", "key", "value", "position", "out", "above", "applied", "by_key", "by_distance")
 MOST_STACK = {
     ("forward_kernel", torch.bfloat16): 310,
-    ("score_gradient_kernel", torch.bfloat16): 400,
+    ("score_gradient_kernel", torch.bfloat16): 490,
     ("forward_kernel", torch.float32): 400,
     ("score_gradient_kernel", torch.float32): 1300,
 }
