@@ -115,10 +115,12 @@ class FusedStep(StaticStep):
         n_lane = self._rounded(keys.shape[1])
         keys, known = F.pad(keys, (0, n_lane - keys.shape[1])), self._keys.get(n_lane)
         # The graph counts tokens by itself: if streams have not changed, its keys are these.
-        follows = (slots, drawings) == self._drawings and known is not None and torch.equal(keys, known)
+        alike = (slots, drawings) == self._drawings
+        follows = alike and known is not None and torch.equal(keys, known)
         self._steady = self._steady + 1 if follows else 0
         if not follows:
             self.settle(tokens)
+        if not alike:
             self._set_drawings(slots, drawings)
         graph = self._graph_with_drawing(tokens, n_lane)
         if self._ahead is None:
@@ -188,16 +190,17 @@ class FusedStep(StaticStep):
 
     def _set_drawings(self, slots: Sequence[int], drawings: Sequence[DrawSettings]) -> None:
         """Send the settings of slots to the device."""
-        settings = torch.ones(self._settings.shape, dtype=torch.float64)
+        rows, settings = [], torch.ones(self._settings.shape, dtype=torch.float64)
         for slot, drawing in zip(slots, drawings, strict=True):
             top_k, top_p, temperature = drawing.sampling.top_k, drawing.sampling.top_p, drawing.sampling.temperature
-            none = top_k or self.model.vocab_size, 2.0 if top_p is None else top_p  # both without effect
-            settings[:, slot] = torch.tensor([*none, temperature], dtype=torch.float64)
+            # None: numbers that have no effect.
+            rows.append((top_k or self.model.vocab_size, 2.0 if top_p is None else top_p, temperature))
             if self._nevers[slot] != drawing.never:
                 self._nevers[slot] = drawing.never
                 self._never[slot] = 0
                 if drawing.forbidden is not None:
                     self._never[slot].index_fill_(0, drawing.forbidden, 1)
+        settings[:, list(slots)] = torch.tensor(rows, dtype=torch.float64).T
         self._settings.copy_(sent(settings, self._settings.device))
         self._drawings = list(slots), list(drawings)
 
