@@ -148,8 +148,9 @@ DIRECT = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("padded_keys", [False, True])
 @pytest.mark.parametrize("shape", DIRECT.values(), ids=list(DIRECT))
-def test_gradients_are_written_whole_into_the_given_views(shape, dtype, device, monkeypatch):
+def test_gradients_are_written_whole_into_the_given_views(shape, padded_keys, dtype, device, monkeypatch):
     """All of it equals the reference, with NaN in all memory that is not written: also the groups of lanes."""
     *sizes, size = shape
     B, T, M, H, D, window, _ = sizes
@@ -158,27 +159,28 @@ def test_gradients_are_written_whole_into_the_given_views(shape, dtype, device, 
     expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     monkeypatch.setattr(triton_attention, "GROUP_BYTES", size)
     wide, S = D + -D % 16, M + T
+    P = triton_attention.pitch_of(S) if padded_keys else S
 
     def padded(rows: Tensor, into: Tensor) -> Tensor:
-        into.zero_()[..., :D] = rows
+        into.zero_()[: len(rows), ..., :D] = rows
         return into
 
     def made(*shape: int) -> Tensor:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
     query, key, value, position, u, v = numbers
-    pairs, above = made(S, B, H, 2, wide), padded(above.transpose(0, 1), made(T, B, H, wide))
+    pairs, above = made(P, B, H, 2, wide), padded(above.transpose(0, 1), made(T, B, H, wide))
     rows = (
         padded((query + u).to(dtype).transpose(0, 1), made(T, B, H, wide)),
         padded((query + v).to(dtype).transpose(0, 1), made(T, B, H, wide)),
         padded(key.transpose(0, 1), pairs[..., 0, :]),
         padded(value.transpose(0, 1), pairs[..., 1, :]),
-        padded(position, made(S, 3, H, wide)[:, 1]),
+        padded(position, made(P, 3, H, wide)[:, 1]),
     )
     oldest = scope.oldest(query.device)
     oldest = None if oldest is None else oldest.to(torch.int32)
-    call = triton_attention.AttentionCall(D, S if window is None else window, oldest, None, 0.0)
-    grad_pairs, grad_position = made(S, B, H, 2, wide), made(S, 2, H, wide)[:, 0]
+    call = triton_attention.AttentionCall(D, S if window is None else window, oldest, None, 0.0, S)
+    grad_pairs, grad_position = made(P, B, H, 2, wide), made(P, 2, H, wide)[:, 0]
     grads = grad_pairs[..., 0, :], grad_pairs[..., 1, :], grad_position
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)  # new memory then has NaN
@@ -188,7 +190,8 @@ def test_gradients_are_written_whole_into_the_given_views(shape, dtype, device, 
         of_u, of_v = triton_attention.attend_backward(above, out, lse, *rows, call, *grads)
     finally:
         torch.use_deterministic_algorithms(False)
-    found = [out, of_u.float() + of_v.float(), *grads]
+    assert all((grad[S:] == 0).all() for grad in grads)
+    found = [out, of_u.float() + of_v.float(), *(grad[:S] for grad in grads)]
     for name, our, right in zip(NAMES, found, expected, strict=False):
         our = our if name == "position" else our.transpose(0, 1)
         assert distance(our[..., :D], right) < TOLERANCE[dtype], name

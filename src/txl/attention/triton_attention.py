@@ -154,6 +154,7 @@ class AttentionCall(NamedTuple):
     oldest: Int32[Tensor, " B"] | None  # first filled key of each lane; None: 0
     seed: Int64[Tensor, " 1"] | None  # on the device; None: no dropout
     dropout: float
+    n_key: int  # S; keys, values, positions and their gradients may have more rows (see `pitch_of`), all zeros
 
     def launch(self, name: str, grid: tuple[int, int, int], tensors: dict[str, Tensor], **sizes: int) -> None:
         """Run a kernel with a block of queries in each program; `grid` has queries instead of blocks.
@@ -184,7 +185,7 @@ class AttentionCall(NamedTuple):
                 seed_at=self.seed,
                 n_head=n_head,
                 n_query=n_query,
-                n_key=key.shape[0],
+                n_key=self.n_key,
                 width=width,
                 window=self.window,
                 scale=1 / math.sqrt(self.d_head),
@@ -214,6 +215,8 @@ def attend(
         key, value: any strides, but 1 in the last dimension.
         position: W_kR R, farthest distance first, with strides as for keys.
         call: what the operands mean.
+
+    Keys, values and positions may have more than S rows.
     """
     n_query, n_lane, n_head, _ = query_u.shape
     out = torch.empty_like(query_u)
@@ -247,10 +250,13 @@ def attend_backward(
         call: as for `attend`.
         grad_key, grad_value: written; strides of their own, as for keys.
         grad_position: written; any strides, but 1 in the last dimension.
+
+    Keys, values, positions and their gradients have S rows, or all of them `pitch_of(S)`, with zeros after S.
     """
     n_query, n_lane, n_head, _ = query_u.shape
-    n_key = key.shape[0]
-    pitch = -(-n_key // 16) * 16
+    pitch = pitch_of(call.n_key)
+    # Products over all columns of the pitch read aligned rows; those over S columns may not (see `pitch_of`).
+    n_key = pitch if key.shape[0] == pitch else call.n_key
     n, h = _group(n_lane, n_head, 3 * n_query * pitch * query_u.element_size())
     grad_query_u, grad_query_v = torch.empty_like(query_u), torch.empty_like(query_v)
     buffers = query_u.new_empty(3, n * h * n_query * pitch)
@@ -285,6 +291,15 @@ def attend_backward(
     return grad_query_u, grad_query_v
 
 
+def pitch_of(n_key: int) -> int:
+    """Return the columns P of a matrix of scores of S keys: a multiple of 16.
+
+    With P rows of keys, the products of the backward pass have dimensions that are multiples of 16; with others, cuBLAS
+    takes kernels of older GPUs, which take four times as long (S = 138 and 300 on an H200).
+    """
+    return -(-n_key // 16) * 16
+
+
 def _group(n_lane: int, n_head: int, size: int) -> tuple[int, int]:
     """Return how many lanes and heads a launch computes: with `size` bytes for each lane and head, in `GROUP_BYTES`."""
     fitting = GROUP_BYTES // size
@@ -315,7 +330,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return outputs [B,T,H,D], and log-sum-exps to base 2, float32 [B,H,T]."""
     query, key, value, position, u, v = operands
-    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout)
+    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout, key.shape[1])
     key, value = (padded(rows.transpose(0, 1)) for rows in (key, value))
     out, lse = attend(_summed(query, u), _summed(query, v), key, value, padded(position), call)
     return out[..., : call.d_head].transpose(0, 1), lse
@@ -334,7 +349,7 @@ def _attend_backward(
 ) -> list[Tensor]:
     """Return the gradients of query, key, value, position, u and v."""
     query, key, value, position, u, v = operands
-    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout)
+    call = AttentionCall(query.shape[-1], window, oldest, seed, dropout, key.shape[1])
     above, out, key, value = (padded(rows.transpose(0, 1), dense=True) for rows in (above, out, key, value))
     position = padded(position)
     written = torch.empty_like(key), torch.empty_like(value), torch.empty_like(position)

@@ -214,7 +214,7 @@ def score_gradient_kernel(
     """Store the weights and the gradient of the scores, for one block of queries and all keys.
 
     A launch computes L lanes and N heads, from the given first ones; its results are dense, of their own shape. Columns
-    from S to P are not for reading.
+    from S to P are zeros.
 
     Args:
         above: pointer to the gradient of `out`, with the strides of the queries.
@@ -262,6 +262,10 @@ def score_gradient_kernel(
     for first in range(0, start, BLOCK):
         tl.store(applied + (row * pitch + first + column), zeros, mask=exists)
         tl.store(by_key + (row * pitch + first + column), zeros, mask=exists)
+    tail = n_key + tl.arange(0, 16)[None, :]
+    tl.store(
+        by_distance + (row * distance_row + tail), tl.zeros([BLOCK, 16], zeros.dtype), mask=exists & (tail < pitch)
+    )
     for first in range(end, n_key, BLOCK):
         inside = exists & (first + column < pitch)
         tl.store(applied + (row * pitch + first + column), zeros, mask=inside)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from txl.attention.equations import KeyScope
-from txl.attention.triton_attention import AttentionCall, attend, attend_backward
+from txl.attention.triton_attention import AttentionCall, attend, attend_backward, pitch_of
 from txl.config import TransformerXLConfig
 from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Dropped, QueryMasks
@@ -131,6 +131,7 @@ class _Run:
         self.n_lane, self.n_new, _ = hidden.shape
         self.n_layer, self.n_head, self.memory = config.n_layer, config.n_head, plan.scope.memory
         self.n_key, self.n_row = self.memory + self.n_new, self.n_new * self.n_lane
+        self.n_padded = pitch_of(self.n_key)
         self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
         self.d_attention = self.n_head * self.d_head
         n_bias = len(parameters) - self.n_layer * (len(_MATRICES) + len(_VECTORS))
@@ -232,7 +233,7 @@ class _Run:
     def _call(self, layer: int) -> AttentionCall:
         scope, config = self.plan.scope, self.config
         window = self.n_key if scope.window is None else scope.window
-        return AttentionCall(config.d_head, window, self.oldest, self.seeds[layer], config.dropatt)
+        return AttentionCall(config.d_head, window, self.oldest, self.seeds[layer], config.dropatt, self.n_key)
 
     # The layers.
 
@@ -243,16 +244,19 @@ class _Run:
         self.oldest = None if oldest is None else oldest.to(torch.int32)
         # [SG(m) o h] of every layer in the dtype of the products; a LayerNorm writes h of the next layer into it.
         new = self._zeros_if_padded
-        self.context = new(self.n_layer + 1, self.n_key, self.n_lane, width)
+        self.context = new(self.n_layer + 1, self.n_padded, self.n_lane, width)
+        self.context[:, self.n_key :] = 0  # rows whose keys and values are zeros
         for context, memory in zip(self.context, plan.memory, strict=False):
             context[: self.memory, :, : config.d_model].copy_(memory.transpose(0, 1))
         rows = new(self.n_new, self.n_lane, width, dtype=torch.float32)
         rows[..., : config.d_model].copy_(hidden.transpose(0, 1))
-        self.context[0, self.memory :].copy_(rows)
-        self.r = new(self.n_key, width)
-        self.r[:, : config.d_model].copy_(plan.r)
+        segment = slice(self.memory, self.n_key)
+        self.context[0, segment].copy_(rows)
+        self.r = new(self.n_padded, width)
+        self.r[: self.n_key, : config.d_model].copy_(plan.r)
+        self.r[self.n_key :] = 0
         w_query, w_both, w_position, w_output, w_inner, w_outer = self.weights
-        positions = (self.r @ w_position.t()).view(self.n_key, self.n_layer, self.n_head, self.d_head)
+        positions = (self.r @ w_position.t()).view(self.n_padded, self.n_layer, self.n_head, self.d_head)
         self.positions = positions
         rows, inputs = rows.view(n_row, width), []
         for layer in range(self.n_layer):
@@ -260,8 +264,8 @@ class _Run:
             context = self.context[layer].view(-1, width)
             after_output, after_relu, after_outer = self.drops[layer]
             gain, shift, inner_bias, outer_bias, outer_gain, outer_shift = self.vectors[layer]
-            query = context[self.memory * self.n_lane :] @ w_query[layer].t()
-            both = (context @ w_both[layer].t()).view(self.n_key, self.n_lane, self.n_head, 2, self.d_head)
+            query = self.context[layer, segment].view(n_row, width) @ w_query[layer].t()
+            both = (context @ w_both[layer].t()).view(self.n_padded, self.n_lane, self.n_head, 2, self.d_head)
             u, v = self.biases[layer % len(self.biases)]
             queries = fused_rows.queries(query, u, v, self.masks[layer], both[..., 1, :], self.n_head)
             query_u, query_v = (rows.view(self.n_new, self.n_lane, self.n_head, self.d_head) for rows in queries)
@@ -276,7 +280,7 @@ class _Run:
             relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), inner_bias, after_relu)
             second = fused_rows.residual_norm(
                 first.hidden, relu @ w_outer[layer].t(), outer_bias, after_outer, outer_gain, outer_shift,
-                config.layer_norm_eps, config.d_model, self.context[layer + 1, self.memory :].view(n_row, width),
+                config.layer_norm_eps, config.d_model, self.context[layer + 1, segment].view(n_row, width),
             )  # fmt: skip
             rows = second.hidden
             first, second = first._replace(hidden=None), second._replace(hidden=None, low=None)
@@ -323,12 +327,12 @@ class _Run:
                 grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], both[..., 1, :], self.n_head,
                 of_biases[layer],
             )  # fmt: skip
-            context, both = self.context[layer].view(-1, width), both.view(self.n_key * self.n_lane, -1)
-            segment = slice(self.memory * self.n_lane, None)
+            context, both = self.context[layer].view(-1, width), both.view(self.n_padded * self.n_lane, -1)
+            segment = slice(self.memory * self.n_lane, self.n_key * self.n_lane)
             torch.mm(query.t(), context[segment], out=g_query[layer])
             torch.mm(both.t(), context, out=g_both[layer])
             low = (query @ w_query[layer]).addmm_(both[segment], w_both[layer])
-        torch.mm(grad_positions.view(self.n_key, -1).t(), self.r, out=g_position)
+        torch.mm(grad_positions.view(self.n_padded, -1).t(), self.r, out=g_position)
         assert low is not None
         return self._batch_first(rows + low), self._parameter_gradients(views, of_norms, of_inner, of_biases)
 

@@ -105,7 +105,7 @@ class FusedWindow(MemoryWindow):
         n_lane, n_new, width = hidden.shape
         n_row, n_key, heads = n_new * n_lane, self.length + n_new, (n_new, n_lane, config.n_head, weights.d_head)
         window = self._memory.lengths.window
-        call = AttentionCall(config.d_head, n_key if window is None else window, None, None, 0.0)
+        call = AttentionCall(config.d_head, n_key if window is None else window, None, None, 0.0, n_key)
         rows = hidden.new_zeros(n_new, n_lane, weights.d_model)
         rows[..., :width].copy_(hidden.transpose(0, 1))
         rows = rows.view(n_row, -1)
