@@ -60,7 +60,7 @@ def usage(kernel: str, constants: dict[str, Any], dtype: str, folder: Path) -> t
 @pytest.mark.parametrize(("stored", "width"), [(64, 64), (48, 64), (128, 128)])
 def test_attention_loads_tiles_in_16_bytes_and_does_not_spill(stored, width, inside, dtype, tmp_path):
     block = fused_step._TILE // width // (2 if dtype == "*bf16" else 4)
-    constants = {"STORED": stored, "WIDTH": width, "BLOCK": block, "SPLITS": 32, "INSIDE": inside}
+    constants = {"STORED": stored, "WIDTH": width, "BLOCK": block, "SPLITS": 32, "INSIDE": inside, "EARLY": inside}
     found, code = usage("attention_kernel", constants | {"STAGES": fused_step._STAGES}, dtype, tmp_path)
     print(found)
     assert found["STACK"] + found["LOCAL"] == 0
@@ -74,11 +74,21 @@ def test_attention_loads_tiles_in_16_bytes_and_does_not_spill(stored, width, ins
 @pytest.mark.parametrize("lanes", [1, fused_step._FEW])
 @pytest.mark.parametrize(("width", "block", "norm"), [(512, 16, True), (512, 8, True), (2048, 4, False)])
 def test_products_load_weights_in_16_bytes_and_do_not_spill(width, block, norm, lanes, tmp_path):
-    constants = {"LANES": lanes, "WIDTH": width, "BLOCK": block, "NORM": norm, "BIAS": True, "RELU": norm}
+    constants = {
+        "LANES": lanes,
+        "WIDTH": width,
+        "BLOCK": block,
+        "NORM": norm,
+        "BIAS": True,
+        "RELU": norm,
+        "EARLY": True,
+    }
     found, code = usage("product_kernel", constants, "*bf16", tmp_path)
     print(found)
     assert found["STACK"] + found["LOCAL"] == 0
     assert len(re.findall(r"LDG\.E\.128", code)) >= width * block // 8 // 128
+    # Weights, which no kernel writes, are on their way before the kernel before has ended.
+    assert len(re.findall(r"LDG\.E\.128", code.split("ACQBULK")[0])) == width * block // 8 // 128
 
 
 @pytest.mark.parametrize("width", [256, fused_step._MOST_SORTED])
