@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from tests.conftest import small_run
-from tests.models.test_contract import VARIANTS, V, lively
+from tests.models.test_contract import SMALL, VARIANTS, V, lively
 from tests.training.test_trainer import events, train
 from tests.waiting import AHEAD, Waits
 
@@ -20,6 +20,7 @@ from txl.attention import KeyScope, Operands
 from txl.config import VanillaConfig, as_family
 from txl.data.characters import CharVocabulary
 from txl.devices import Captured
+from txl.evaluation.dynamic import Adaptation, evaluate_dynamically, gradient_statistics
 from txl.evaluation.perplexity import evaluate, evaluate_with
 from txl.evaluation.recorded import WARM, Recordings
 from txl.evaluation.sliding import evaluate_sliding
@@ -191,6 +192,35 @@ def test_sliding_windows_are_recorded(kind, recording, monkeypatch):
     model.register_forward_hook(lambda *_: None)
     assert evaluate_sliding(model, TEXT, **settings).nll == eager.nll
     assert len(replays) == (202 - 6) // 4 - WARM
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mem_len": 9},
+        {"batch_size": 3, "exhaustive": True, "temperature": 1.2},
+        {"batch_size": 4, "exhaustive": True, "segment": 3},
+        {"mem_len": 2, "dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_dynamic_evaluation_is_recorded(settings: dict[str, Any], recording):
+    """Sums of squared gradients too; in the third case the last segment has targets that do not count."""
+    dtype = torch.float32 if settings.get("dtype") else torch.float64
+    model, given, adaptation = lively(SMALL, dtype), {"segment": 4, **settings}, Adaptation("rms", 0.01, 0.01)
+    statistics = {name: value for name, value in given.items() if name != "exhaustive"}
+    found, counts = [], []
+    for begin in (list[Captured], recording):
+        replays = begin()
+        sums = gradient_statistics(model, TEXT, segments=14, **statistics)
+        counts.append(len(replays))
+        found.append((sums, evaluate_dynamically(model, TEXT, adaptation, sums, **given)))
+        counts.append(len(replays))
+    (eager, slow), (sums, fast) = found
+    assert slow.nll == fast.nll
+    assert eager.segments == sums.segments == 14
+    assert all(torch.equal(square, sums.squares[name]) for name, square in eager.squares.items())
+    assert 0 < counts[2] < counts[3]
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from txl.config import AdaptationRule, AdaptedWeights, Limit, StatisticsName
 from txl.errors import UserError
+from txl.evaluation.recorded import RecordedChanges
 from txl.evaluation.stream import EvaluationResult, Progress, Settings, TokenIds, read_lanes
 from txl.models.language_model import LanguageModel, State
 from txl.models.layers import PositionwiseFeedForward
@@ -147,8 +148,9 @@ class AdaptingModel:
         self._current = {name: current[name] for name in trained}
         # The trained weights themselves, not a copy: decay reads them at every step.
         self._trained = [weight.detach() for weight in trained.values()]
-        self._scales: Sequence[Tensor | float] = [adaptation.learning_rate] * len(trained)
-        self._pulls: Sequence[Tensor | float] = [adaptation.decay] * len(trained)
+        # Factors of the gradients, and of the distances from the trained weights.
+        self._scales: list[Tensor] | list[float] = [-adaptation.learning_rate] * len(trained)
+        self._pulls: list[Tensor] | list[float] = [adaptation.decay] * len(trained)
         if statistics is not None and adaptation.rule == "rms":
             self._scales, self._pulls = _rms_rates(adaptation, statistics, list(trained))
 
@@ -166,23 +168,34 @@ class AdaptingModel:
         gradient.
         """
         scored, gradients, state = self._gradients(tokens, targets, state, counted)
-        if not gradients:
-            return scored, state
-        with torch.no_grad():
-            for weight, trained, gradient, scale, pull in zip(
-                self._current.values(), self._trained, gradients, self._scales, self._pulls, strict=True
-            ):
-                # A weight without a gradient in this segment still decays.
-                change = torch.zeros_like(weight) if gradient is None else gradient * -scale
-                if self.adaptation.decay > 0:
-                    change += (trained - weight) * pull
-                # In place: caches of projected keys and values detect the change by the tensor's version.
-                weight += change
+        if gradients:
+            self._update(gradients)
         return scored, state
+
+    def _recordable(
+        self, tokens: Tensor, targets: Tensor, state: State, counted: Tensor
+    ) -> tuple[Float[Tensor, "B T"], State]:
+        """Compute `score_then_adapt` of a segment with at least one counted target, without waiting for the device."""
+        scored, gradients, state = self._gradients(tokens, targets, state, counted, waits=False)
+        self._update(gradients)
+        return scored, state
+
+    @torch.no_grad()
+    def _update(self, gradients: Sequence[Tensor | None]) -> None:
+        weights: list[Tensor] = list(self._current.values())
+        # A weight without a gradient in this segment still decays.
+        given = [torch.zeros_like(old) if new is None else new for old, new in zip(weights, gradients, strict=True)]
+        changes = torch._foreach_mul(given, self._scales)  # pyright: ignore[reportPrivateImportUsage]
+        if self.adaptation.decay > 0:
+            pulled = torch._foreach_sub(self._trained, weights)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_(pulled, self._pulls)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_add_(changes, pulled)  # pyright: ignore[reportPrivateImportUsage]
+        # In place: caches of projected keys and values detect the change by the tensor's version.
+        torch._foreach_add_(weights, changes)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.inference_mode(False)
     def _gradients(
-        self, tokens: Tensor, targets: Tensor, state: State, counted: Tensor | None
+        self, tokens: Tensor, targets: Tensor, state: State, counted: Tensor | None, waits: bool = True
     ) -> tuple[Tensor, Sequence[Tensor | None], State]:
         """Return losses [B,T], the gradients of the mean loss of counted targets, if there are any, and the state."""
         autocast = torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == "bfloat16")
@@ -190,13 +203,19 @@ class AdaptingModel:
         with torch.enable_grad(), autocast:
             # With a continuous cache, the score is that of the mixture, and the gradient that of the model inside.
             scored, followed, state = self.model.nll_and_own(tokens, targets, state, self.temperature)
-            if counted is not None:
+            if counted is not None and waits:
                 followed = followed[counted]
         # An enclosing autocast would otherwise use this segment's converted weights in the next segment too.
         torch.clear_autocast_cache()
         # Classifiers that serve training alone have no gradient here.
         weights = list(self._current.values())
-        gradients = torch.autograd.grad(followed.mean(), weights, allow_unused=True) if followed.numel() else ()
+        if not followed.numel():
+            return scored.detach(), (), state.detach()
+        mean = followed.mean()
+        if counted is not None and not waits:  # how many count is known on the device alone
+            some = followed.where(counted, 0.0).sum() / counted.sum()
+            mean = torch.where(counted.all(), mean, some)
+        gradients = torch.autograd.grad(mean, weights, allow_unused=True)
         return scored.detach(), gradients, state.detach()
 
     @torch.no_grad()
@@ -208,12 +227,12 @@ class AdaptingModel:
 
 def _rms_rates(
     adaptation: Adaptation, statistics: GradientStatistics, names: list[str]
-) -> tuple[list[Tensor], list[Tensor | float]]:
+) -> tuple[list[Tensor], list[Tensor] | list[float]]:
     """Return the factors of the gradients, and of the distances from the trained weights, one of each per tensor."""
     # The code of 2019 does not divide by the number of segments, so its learning rates depend on that number.
     count = statistics.segments if adaptation.statistics == "mean" else 1
     sizes = [(statistics.squares[name] / count).sqrt() for name in names]
-    scales = [adaptation.learning_rate / (size + adaptation.epsilon) for size in sizes]
+    scales = [-(adaptation.learning_rate / (size + adaptation.epsilon)) for size in sizes]
     if adaptation.decay == 0:
         return scales, [0.0] * len(names)
     if adaptation.statistics == "sum":
@@ -261,16 +280,21 @@ def gradient_statistics(
     n_read = 0
 
     def add(inputs: Tensor, targets: Tensor, state: State, counted: Tensor) -> tuple[Tensor, State]:
-        nonlocal n_read
-        n_read += 1
         nll, gradients, state = adapting._gradients(inputs, targets, state, None)
         for name, gradient in zip(adapting._current, gradients, strict=True):
             if gradient is not None:
                 # Element by element: each weight has a size of its own.
-                squares[name] = squares[name] + gradient.square() if name in squares else gradient.square()
+                squares[name] = squares[name].add_(gradient.square()) if name in squares else gradient.square()
         return nll, state
 
-    read_lanes(adapting.model, tokens, settings, add, segments=segments, progress=progress)
+    recorded = RecordedChanges(adapting.model, add, settings.temperature)
+
+    def count(*given: Any) -> tuple[Tensor, State]:
+        nonlocal n_read
+        n_read += 1
+        return recorded(*given)
+
+    read_lanes(adapting.model, tokens, settings, count, segments=segments, progress=progress)
     return GradientStatistics(squares, n_read, settings.segment, settings.batch_size, weights)
 
 
@@ -321,7 +345,8 @@ def adapt_with(
 ) -> EvaluationResult:
     """Return the result of `evaluate_dynamically` for one value of settings."""
     adapting = AdaptingModel(model, adaptation, statistics, dtype=settings.dtype, temperature=settings.temperature)
-    result = read_lanes(adapting.model, tokens, settings, adapting.score_then_adapt, progress=progress)
+    recorded = RecordedChanges(adapting.model, adapting.score_then_adapt, settings.temperature, adapting._recordable)
+    result = read_lanes(adapting.model, tokens, settings, recorded, progress=progress)
     # Of the settings, those that affect the result.
     dynamic = asdict(adaptation)
     if adaptation.rule == "sgd" or statistics is None:

@@ -9,10 +9,11 @@ Shapes: B lanes, T tokens of a segment, M positions of memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from txl.devices import Captured
@@ -23,6 +24,8 @@ from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
+
+_Step = Callable[[Tensor, Tensor, State, Tensor], tuple[Tensor, State]]  # as `Step` in stream.py
 
 WARM = 3  # steps with the same shapes before a step is recorded, in which libraries initialise themselves
 _MOST_SHAPES = 64  # shapes beyond which a step is recorded only if its memory is full
@@ -203,3 +206,55 @@ class RecordedWindows:
             return read(tokens, at, targets)[0]
         shape.graph = shape.graph or Captured(read, warm_up=0)
         return shape.graph(tokens, at, targets)[0].clone()
+
+
+class RecordedChanges:
+    """A step that changes tensors in place (weights that adapt, sums of squares), recorded once memory is full.
+
+    Args:
+        model: the model that the step reads. Its memory consists of hidden states, since weights change.
+        step: the step of the stream.
+        temperature: softmax temperature of the losses.
+        recordable: the step as it is recorded, if it is another: it must not wait for the device.
+    """
+
+    def __init__(self, model: LanguageModel, step: _Step, temperature: float, recordable: _Step | None = None):
+        # As in `Recordings`: the rows of tail clusters depend on the targets, and hooks are called for each segment.
+        self._records = (
+            records(model)
+            and (temperature != 1 or not model.config.cutoffs)
+            and not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        )
+        self._step, self._recordable = step, recordable or step
+        self._shapes: dict[torch.Size, _Shape] = {}
+
+    def __call__(
+        self,
+        tokens: Int64[Tensor, "B T"],
+        targets: Int64[Tensor, "B T"],
+        state: State,
+        counted: Bool[Tensor, "B T"],
+    ) -> tuple[Float[Tensor, "B T"], State]:
+        """Take the step. The next call may overwrite the state that this one returns."""
+        is_full = isinstance(state, Memory) and state.filled is None and state.length == state.capacity
+        if not self._records or not is_full:
+            return self._step(tokens, targets, state, counted)
+        assert isinstance(state, Memory)
+        shape = self._shapes.setdefault(tokens.shape, _Shape())
+        shape.n_read += 1
+        if shape.n_read < WARM:
+            return self._step(tokens, targets, state, counted)
+        if shape.n_read == WARM:
+            return self._recordable(tokens, targets, state, counted)
+        before = state
+
+        def change(tokens: Tensor, targets: Tensor, counted: Tensor, *hidden: Tensor) -> tuple[Tensor]:
+            nll, after = self._recordable(tokens, targets, replace(before, hidden=hidden, projections=None), counted)
+            assert isinstance(after, Memory)
+            for old, new in zip(hidden, after.hidden, strict=True):
+                old.copy_(new)
+            return (nll,)
+
+        shape.graph = shape.graph or Captured(change, warm_up=0)
+        (nll,) = shape.graph(tokens, targets, counted, *state.hidden)
+        return nll.clone(), state.followed_by(tokens.shape[1], tuple(shape.graph.inputs[3:]))
