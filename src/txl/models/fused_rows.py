@@ -41,6 +41,12 @@ class Tile(NamedTuple):
 
 PART = Tile(4, 256, 4)
 """For kernels that need no whole rows: 16 bytes a thread in 16 bits."""
+SUMS = Tile(PART.rows, 128, 1)
+"""For those of them that sum over rows: one warp, which sums in registers.
+
+Sums over several warps go through shared memory, where eight columns a thread make 32 threads meet in one bank: 2,000
+cycles for each sum of a program.
+"""
 
 
 def whole_rows(width: int) -> Tile:
@@ -163,7 +169,7 @@ def relu_bias(inner: Float[Tensor, "N W"], bias: Float[Tensor, " I"], dropout: D
     """Return drop(relu(inner + bias)), which replaces `inner` (dtype of products; bias in float32)."""
     n_row, width = inner.shape
     _check(inner, bias)
-    _kernels().relu_bias_kernel[_grid(n_row, width)](
+    _kernels().relu_bias_kernel[_grid(n_row, width, PART)](
         inner=inner, bias=bias, n_row=n_row, D_INNER=len(bias), WIDTH=width,
         **_of_dropout(dropout, n_row, width), **PART.arguments,
     )  # fmt: skip
@@ -184,8 +190,8 @@ def relu_bias_backward(
     n_row, width = grad.shape
     _check(grad, kept)
     assert partial.shape == (n_program(n_row), width)
-    _kernels().relu_bias_backward_kernel[_grid(n_row, width)](
-        grad=grad, kept=kept, **_of_partial(partial), n_row=n_row, factor=factor, WIDTH=width, **PART.arguments
+    _kernels().relu_bias_backward_kernel[_grid(n_row, width, SUMS)](
+        grad=grad, kept=kept, **_of_partial(partial), n_row=n_row, factor=factor, WIDTH=width, **SUMS.arguments
     )
     return grad
 
@@ -211,7 +217,7 @@ def queries(
     _check(query, u, v, *(masks or ()))
     n_row, width = query.shape
     query_u, query_v = torch.empty_like(query), torch.empty_like(query)
-    _kernels().queries_kernel[_grid(n_row, width)](
+    _kernels().queries_kernel[_grid(n_row, width, PART)](
         query=query, u=u, v=v, value=value, query_u=query_u, query_v=query_v, n_row=n_row,
         **_of_values(value, masks), D_HEAD=u.shape[1], HEAD=width // n_head, WIDTH=width, **PART.arguments,
     )  # fmt: skip
@@ -237,9 +243,9 @@ def queries_backward(
     n_row, width = grad_query_u.shape
     grad_query = torch.empty_like(grad_query_u)
     assert partial.shape == (n_program(n_row), 2, width)
-    _kernels().queries_backward_kernel[_grid(n_row, width)](
+    _kernels().queries_backward_kernel[_grid(n_row, width, SUMS)](
         grad_u=grad_query_u, grad_v=grad_query_v, grad_value=grad_value, grad_query=grad_query, n_row=n_row,
-        **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **PART.arguments,
+        **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **SUMS.arguments,
     )  # fmt: skip
     return grad_query
 
@@ -254,8 +260,8 @@ def _check(*tensors: Tensor | None) -> None:
     assert all(tensor is None or tensor.is_contiguous() for tensor in tensors)
 
 
-def _grid(n_row: int, width: int) -> tuple[int, int]:
-    return n_program(n_row), math.ceil(width / PART.columns)
+def _grid(n_row: int, width: int, tile: Tile) -> tuple[int, int]:
+    return n_program(n_row), math.ceil(width / tile.columns)
 
 
 def _of_dropout(dropout: Dropped, n_row: int, width: int) -> dict[str, Any]:
