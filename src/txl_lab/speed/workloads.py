@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 from txl.config import RunConfig
+from txl.evaluation.recorded import WARM
+from txl.evaluation.stream import nll_step
 from txl.files import JsonObject
 from txl.models import build_model
 from txl.models.family import FamilyModel
@@ -111,11 +113,13 @@ def reading_workload(run: RunConfig, vocab_size: int, device: str) -> tuple[Fami
     clamp_len = "none" if settings.clamp_len is None else settings.clamp_len
     state = model.init_state(settings.batch_size, settings.mem_len, settings.window or "none", clamp_len)
     first = state = state.filled_with_noise()
+    read, shape = nll_step(model, 1.0), (settings.batch_size, settings.segment)
+    counted = torch.ones(shape, dtype=torch.bool, device=device)
 
     def step() -> None:
         nonlocal state
-        tokens = torch.randint(vocab_size, (settings.batch_size, settings.segment), device=device)
-        _, state = model.nll(tokens, tokens, state)
+        tokens = torch.randint(vocab_size, shape, device=device)
+        _, state = read(tokens, tokens, state, counted)
 
     return model, first, step
 
@@ -129,6 +133,8 @@ def bench_evaluation(run: RunConfig, vocab_size: int, steps: int, device: str, d
     rate = matmul_rate(getattr(torch, dtype), device)
     # Entered once for all steps, as in an evaluation: autocast then converts the weights once.
     with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+        for _ in range(WARM + 1 if device.startswith("cuda") else 0):  # after which the step is recorded
+            step()
         seconds = timed(step, steps, device)
     rate = (rate + matmul_rate(getattr(torch, dtype), device)) / 2
     tokens_per_second = settings.batch_size * settings.segment / seconds
