@@ -52,6 +52,19 @@ def test_recorded_steps_give_the_same_texts(recording, monkeypatch):
     assert engine.save(streams[4]).n_token == 16
 
 
+def test_a_prepared_engine_records_nothing_later(recording):
+    model, ids = lively(VARIANTS["post-norm"]), [1, 2, 3]
+    alone = list(generate_tokens(model, ids, max_tokens=3, seed=1, forbidden=(2,), compile=False))
+    recorded = recording()
+    engine = DecodeEngine(model, max_streams=3, compile=False)
+    engine.prepare(forbidden=(2,))
+    assert len(recorded) == 6  # one, two and three slots, with drawing and without
+    for seed in (1, 2, 3):
+        engine.join(ids, seed=seed, forbidden=(2,))
+    assert [int(engine.step()[0]) for _ in range(3)] == [int(tokens[0]) for tokens in alone]
+    assert len(recorded) == 6
+
+
 def test_a_recorded_step_ends_a_stream_that_nothing_can_be_drawn_for(recording, monkeypatch):
     monkeypatch.setattr("txl.generation.steps._ALIKE", 1)
     recording()

@@ -299,14 +299,16 @@ class DecodeEngine:
             drawn = step.draw(self._next, slots, drawings, keys).cpu()[:, slots]
         return self._ended(streams, drawn)
 
-    def prepare(self) -> None:
-        """On a GPU, record the steps of any number of streams now: no later step then pauses to be recorded.
+    def prepare(self, sampling: Sampling | None = None, forbidden: Sequence[int] = ()) -> None:
+        """On a GPU, record the steps of any number of streams now, so that they do not pause later to be recorded.
 
-        Without this call, each is recorded when it occurs first. `compile=False` records none.
+        Large vocabularies have a record for each kind of settings: this one is made for `sampling` and `forbidden`, as
+        in `join`. Without a call, steps are recorded when they occur first; with `compile=False`, none is.
         """
         if isinstance(self._step, StaticStep):
+            never = checked_forbidden(forbidden, self.model.vocab_size)
             with torch.inference_mode():
-                self._step.record(self._next)
+                self._step.record(self._next, self._drawing_of(sampling or Sampling(), never))
 
     def draw(self, log_probs: Float[Tensor, "B V"], streams: Sequence[Stream] | None = None) -> Int64[Tensor, " drawn"]:
         """Draw the next token of some streams (default: all) from the log-probabilities that `advance` returned.
@@ -396,11 +398,14 @@ class DecodeEngine:
 
     def _drawing(self, stream: Stream) -> DrawSettings:
         """Return a stream's draw settings, cached so that its forbidden tokens are sent to the device once."""
-        key = (stream.sampling, stream.forbidden)
+        return self._drawing_of(stream.sampling, stream.forbidden)
+
+    def _drawing_of(self, sampling: Sampling, forbidden: tuple[int, ...]) -> DrawSettings:
+        key = (sampling, forbidden)
         if key not in self._drawings:
             if len(self._drawings) == _MOST_DRAWINGS:
                 self._drawings.clear()
-            never = sent(torch.tensor(stream.forbidden), self._next.device) if stream.forbidden else None
+            never = sent(torch.tensor(forbidden), self._next.device) if forbidden else None
             self._drawings[key] = DrawSettings(*key, never)
         return self._drawings[key]
 

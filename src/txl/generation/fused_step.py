@@ -82,6 +82,7 @@ class FusedStep(StaticStep):
 
         self._drawn: dict[int, Captured] = {}  # graphs that draw too, by their number of lanes, and the keys in each
         self._keys: dict[int, Tensor] = {}
+        self._ahead: Captured | None = None  # the graph of a step that was taken before it was asked for
         n_slot, vocab_size, device = len(self.lanes), model.vocab_size, self.lanes.device
         self._is_sorted = vocab_size <= _MOST_SORTED
         if self._is_sorted:
@@ -90,8 +91,7 @@ class FusedStep(StaticStep):
             self._never = torch.zeros(n_slot, vocab_size, dtype=torch.uint8, device=device)
             self._nevers: list[tuple[int, ...]] = [()] * n_slot
             self._drawings: tuple[list[int], list[DrawSettings]] = [], []
-            # The graph of a step that was taken before it was asked for, and what it overwrote.
-            self._ahead: Captured | None = None
+            # What a step overwrites that is taken before it is asked for.
             self._before = torch.zeros(n_slot, dtype=torch.int64, device=device)
             self._steady = 0
 
@@ -123,7 +123,7 @@ class FusedStep(StaticStep):
             self.settle(tokens)
         if not alike:
             self._set_drawings(slots, drawings)
-        graph = self._graph_with_drawing(tokens, n_lane)
+        graph = self._with_drawing(tokens, n_lane, drawings[0])
         if self._ahead is None:
             graph(graph.inputs[0] if follows else sent(keys, tokens.device))
         self._keys[n_lane] = torch.stack([keys[0], keys[1] + keys[2], keys[2]])
@@ -140,22 +140,22 @@ class FusedStep(StaticStep):
 
     def settle(self, tokens: Int64[Tensor, " B"]) -> None:
         """Undo a step that was taken ahead: the keys that it has written lie where the slots' next tokens will lie."""
-        if self._is_sorted and self._ahead is not None:
+        if self._ahead is not None:
             keys, self._ahead = self._ahead.inputs[0], None
             n_lane = keys.shape[1]
             tokens[:n_lane] = self._before[:n_lane]
             self.slots.read[:n_lane] -= keys[2]
             del self._keys[n_lane]  # the graph's own have grown
 
-    def record(self, tokens: Int64[Tensor, " B"]) -> None:
+    def record(self, tokens: Int64[Tensor, " B"], drawing: DrawSettings) -> None:
         """Record all graphs; see `StaticStep.record`."""
         self.settle(tokens)
-        super().record(tokens)
-        if self.captured and self._is_sorted:
-            for n_lane in list(self._graphs):
-                self._graph_with_drawing(tokens, n_lane)
+        super().record(tokens, drawing)
 
-    def _graph_with_drawing(self, tokens: Int64[Tensor, " B"], n_lane: int) -> Captured:
+    def _with_drawing(self, tokens: Int64[Tensor, " B"], n_lane: int, drawing: DrawSettings) -> Captured:
+        """Return the graph that takes a step and draws; one graph serves all settings."""
+        if not self._is_sorted:
+            return super()._with_drawing(tokens, n_lane, drawing)
         if n_lane in self._drawn:
             return self._drawn[n_lane]
 
@@ -339,6 +339,10 @@ class FusedStep(StaticStep):
             **self._launched(True),
         )
         return out, normed
+
+    def __del__(self) -> None:
+        if getattr(self, "_ahead", None) is not None and self.lanes.is_cuda:
+            torch.cuda.synchronize()  # a graph must not be destroyed while it runs
 
     def _launched(self, few: bool) -> dict[str, bool]:
         """Return options of a launch: with few lanes, kernels begin while the one before ends (programmatic launch)."""

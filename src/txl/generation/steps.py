@@ -31,7 +31,7 @@ from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 from txl.native.operations import MOST_ROWS, sums_dtype
 
 _ALIKE = 32  # steps in a row with equal draw settings before a graph with drawing is recorded; recording is slow
-_MOST_DRAWS = 8  # recorded graphs that include drawing; each keeps buffers for its results
+_MOST_DRAWS = 16  # recorded graphs that include drawing; each keeps buffers for its results
 
 
 class Slots:
@@ -128,6 +128,7 @@ class StaticStep:
         self._graphs: dict[int, Captured] = {}
         self._draws: OrderedDict[tuple[int, DrawSettings], Captured] = OrderedDict()
         self._alike: tuple[DrawSettings | None, int] = (None, 0)
+        self._prepared: DrawSettings | None = None
 
     def __call__(self, tokens: Int64[Tensor, " B"], slots: Int64[Tensor, " P"], n_lane: int) -> Float[Tensor, "P V"]:
         """Read the next token of some slots, and return the log-probabilities of the token after it."""
@@ -139,16 +140,17 @@ class StaticStep:
         return self._graphs[n_lane](tokens[:n_lane])[0][slots]
 
     def draws(self, drawings: Sequence[DrawSettings]) -> bool:
-        """Count a step with these settings, and return True if `draw` should compute it: many in a row had one of them.
+        """Count a step with these settings, and return True if `draw` should compute it: if it is recorded for them.
 
-        One recorded graph then takes the step and draws: the program waits once a token.
+        That is so after many steps in a row with one kind of settings, or after `record`. One recorded graph then takes
+        the step and draws: the program waits once a token.
         """
         drawing, *others = set(drawings)
         if others:
             return False
         known, count = self._alike
         self._alike = drawing, count + 1 if drawing == known else 1
-        return self.captured and self._alike[1] > _ALIKE
+        return self.captured and (self._alike[1] > _ALIKE or drawing == self._prepared)
 
     def draw(
         self,
@@ -163,7 +165,12 @@ class StaticStep:
         token, and 1 if the slot takes part, else 0. Returns drawn tokens, and indices into `REASONS`, of the first
         n >= N slots.
         """
-        n_lane, drawing = self._rounded(keys.shape[1]), drawings[0]
+        n_lane = self._rounded(keys.shape[1])
+        graph = self._with_drawing(tokens, n_lane, drawings[0])
+        return graph(sent(F.pad(keys, (0, n_lane - keys.shape[1])), tokens.device))[0]
+
+    def _with_drawing(self, tokens: Int64[Tensor, " B"], n_lane: int, drawing: DrawSettings) -> Captured:
+        """Return the graph that takes a step and draws with these settings."""
         graph = self._draws.pop((n_lane, drawing), None)
         if graph is None:
             following = tokens[:n_lane]
@@ -181,20 +188,22 @@ class StaticStep:
             if len(self._draws) == _MOST_DRAWS:
                 self._draws.popitem(last=False)
         self._draws[n_lane, drawing] = graph  # as the most recently used
-        return graph(sent(F.pad(keys, (0, n_lane - keys.shape[1])), tokens.device))[0]
+        return graph
 
     def settle(self, tokens: Int64[Tensor, " B"]) -> None:
         """Bring the slots and `tokens` to the state that the last call left, before others read or change it."""
 
-    def record(self, tokens: Int64[Tensor, " B"]) -> None:
-        """Record graphs that would otherwise be recorded by the steps that need them first; streams do not change."""
+    def record(self, tokens: Int64[Tensor, " B"], drawing: DrawSettings) -> None:
+        """Record the graphs of steps, which the first steps would record otherwise; streams do not change."""
         if not self.captured:
             return
+        self._prepared = drawing
         sizes = sorted({self._rounded(1 << power) for power in range(len(self.lanes).bit_length() + 1)})
         for n_lane in sizes:
             if n_lane not in self._graphs:
                 self._graphs[n_lane] = graph = Captured(self._log_probs)
                 graph.record(tokens[:n_lane])
+            self._with_drawing(tokens, n_lane, drawing)
 
     def _rounded(self, n_lane: int) -> int:
         # Powers of two: a few graphs serve every number of streams, and at most half of a step is wasted.

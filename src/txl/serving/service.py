@@ -49,9 +49,9 @@ class Service:
         self.served, self.limits, self.metrics = served, limits, Metrics()
         lengths = {"mem_len": served.mem_len, "window": served.window, "clamp_len": served.clamp_len}
         self.engine = DecodeEngine(served.model, max_streams=served.max_streams, dtype=served.dtype, **lengths)
-        self.engine.prepare()  # so that no answer waits for the recording of a step
         self.empty = self.engine.empty_state()
         self.texts, self.model_id, self.segment = Texts(served.vocabulary, served.name), served.name, served.segment
+        self.engine.prepare(forbidden=self.texts.forbidden)  # so that no answer waits for the recording of a step
         self.created = int(time.time())
         state = served.model.init_state(1, **lengths)
         # Digest of weights, configuration and vocabulary, and settings; a snapshot must have the same.
