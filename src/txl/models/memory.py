@@ -24,8 +24,8 @@ from txl.models.structure import Frozen
 
 # Lock to reserve positions in buffers: threads may continue the same state. Global, because states are copied.
 _TAKING = threading.Lock()
-# Largest number of elements that `MemoryWindow` copies at a time.
-_MOST_MOVED = 1 << 26
+# A `MemoryWindow` of more elements moves in at most so many pieces.
+_LARGE, _MOST_PIECES = 1 << 24, 64
 
 
 class StreamBuffers:
@@ -199,10 +199,13 @@ class MemoryWindow:
     def _move(self, keep: int, place: int) -> None:
         """Move the newest `keep` positions, which are dimension `place` of `_rows`, by T."""
         for kind in self._rows:
-            # Source and destination overlap. Of large memories, the copy is made for a few layers at a time.
-            for rows in kind.split(max(1, _MOST_MOVED * len(kind) // max(1, kind.numel()))):
-                new = rows.narrow(place, self.size - keep, keep).clone()
-                rows.narrow(place, self.capacity - keep, keep).copy_(new)
+            old, new = (kind.narrow(place, first, keep) for first in (self.capacity - keep, self.size - keep))
+            # They overlap, but not pieces of T positions, one after the other. A copy is less work for few bytes.
+            if kind.numel() > _LARGE and keep <= _MOST_PIECES * self.n_new:
+                for into, rows in zip(old.split(self.n_new, place), new.split(self.n_new, place), strict=True):
+                    into.copy_(rows)
+            else:
+                old.copy_(new.clone())
 
     def after(self) -> Memory:
         """Return the memory that the step has left. The next step overwrites it."""
