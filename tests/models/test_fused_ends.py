@@ -160,3 +160,16 @@ def test_time_major_states_have_the_same_losses(device):
     )
     found = model._nll_of_dropped(hidden, targets)
     torch.testing.assert_close(found.double(), exact._nll_of_dropped(hidden.double(), targets), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [7, 2000])
+def test_many_rows_are_summed_alike_in_every_run(count, device):
+    from txl.models.fused_ends import _sums_of_rows
+
+    torch.manual_seed(2)
+    rows, numbers = torch.randn(7000, 3).to(device), torch.randint(count, (7000,)).to(device)
+    found = _sums_of_rows(rows, numbers, count)
+    expected = torch.zeros(count, 3, dtype=torch.float64, device=device).index_add_(0, numbers, rows.double())
+    assert torch.allclose(found.double(), expected, atol=1e-4)
+    assert all(torch.equal(found, _sums_of_rows(rows, numbers, count)) for _ in range(3))

@@ -47,7 +47,7 @@ KERNELS = ("forward_kernel", "score_gradient_kernel")
 # Tilings of the kernels on Hopper GPUs in bfloat16, by padded head width. Its matrix units read tiles of 64 rows from
 # shared memory; on older GPUs they exceed the registers.
 _HOPPER = {
-    64: (Tiling(64, 4, 3, 114688), Tiling(64, 4, 2, 90112)),
+    64: (Tiling(64, 4, 3, 114688), Tiling(32, 2, 2, 49152)),
     128: (Tiling(64, 4, 3, 212992), Tiling(64, 8, 2, 163840)),
 }
 

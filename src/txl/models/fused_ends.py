@@ -22,6 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 _TILE = 4  # rows of a tile
+# Most rows that PyTorch's kernel sums without atomic operations, whose order differs from run to run.
+_ORDERED = 3072
+_FEW = 1024  # tokens of a vocabulary up to which rows are summed by a product with a matrix of zeros and ones
 # From this many times as many rows of a table as tokens, gradients of embeddings are summed among themselves first.
 _MANY = 16
 
@@ -180,7 +183,13 @@ class _LookedUp(torch.autograd.Function):
 
 def _sums_of_rows(rows: Tensor, numbers: Tensor, count: int) -> Tensor:
     """Return [count,E], whose row n is the sum of the rows with the number n, always in the same order."""
-    return torch.ops.aten.embedding_dense_backward(rows, numbers, count, -1, False)
+    if count <= _FEW and len(numbers) > _ORDERED:
+        return (numbers == torch.arange(count, device=numbers.device)[:, None]).to(rows.dtype) @ rows
+    parts = zip(rows.split(_ORDERED), numbers.split(_ORDERED), strict=True)
+    total, *others = (torch.ops.aten.embedding_dense_backward(*part, count, -1, False) for part in parts)
+    for other in others:
+        total += other
+    return total
 
 
 def _factored(source: Tensor, tokens: Tensor, n_token: int, drops: LookUp) -> Tensor:
