@@ -31,9 +31,9 @@ from txl.training.step import StepInputs, training_step
 
 SOURCE = Path(txl.__file__).parent
 # Operators of a layer, and of all else in a step: embedding, loss, clip, optimiser, memory, and for `ptb` the average.
-MOST = {"ptb": (32, 135), "enwik8-12L": (32, 104)}
+MOST = {"ptb": (32, 135), "enwik8-12L": (32, 104), "stdlib-bpe": (0, 0)}
 WIDTHS = {"ptb": {"d_model": 38, "n_head": 2, "d_head": 19, "d_inner": 71, "mem_len": 7}}
-WIDTHS["enwik8-12L"] = {"d_model": 64, "n_head": 2, "d_head": 32, "d_inner": 96, "mem_len": 8}
+WIDTHS["enwik8-12L"] = WIDTHS["stdlib-bpe"] = {"d_model": 64, "n_head": 2, "d_head": 32, "d_inner": 96, "mem_len": 8}
 V = 50
 
 

@@ -17,7 +17,7 @@ from tests.native.test_compiled_attention import philox
 from torch import Tensor
 
 from txl.models import fused_rows
-from txl.models.fused_rows import Counted, QueryMasks, n_program
+from txl.models.fused_rows import Counted, Norm, QueryMasks, n_program
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -123,7 +123,7 @@ def test_residual_and_norm(sizes, kind, biased, dtype, device):
     bias, gamma, beta = (random(true).to(device) for _ in range(3))
     bias = bias if biased else None
     out_low = None if biased else random(n_row + 2, width, dtype=dtype).to(device)[1:-1]
-    found = fused_rows.residual_norm(residual, update, bias, drop, gamma, beta, EPS, true, out_low)
+    found = fused_rows.residual_norm(residual, update, bias, drop, Norm(gamma, beta, EPS), true, out_low)
 
     leaves = [rows[:, :true].double() for rows in (residual, update)]
     leaves += [row.double() for row in (torch.zeros_like(gamma) if bias is None else bias, gamma, beta)]
@@ -131,6 +131,10 @@ def test_residual_and_norm(sizes, kind, biased, dtype, device):
     z = leaves[0] + (leaves[1] + leaves[2]) * mask
     expected = F.layer_norm(z, (true,), leaves[3], leaves[4], EPS)
     assert_near(found.sum, z.detach(), torch.float32)
+    assert found.hidden is not None
+    assert found.low is not None
+    assert found.mean is not None
+    assert found.rstd is not None
     assert_near(found.hidden, expected.detach(), torch.float32)
     assert torch.equal(found.low, found.hidden.to(dtype))
     assert out_low is None or found.low.data_ptr() == out_low.data_ptr()
@@ -145,7 +149,7 @@ def test_residual_and_norm(sizes, kind, biased, dtype, device):
         partial = torch.empty(n_program(n_row), 2, 3, width, device=device)[:, 1]
         saved = found if given == "both" else (found.sum, found.mean, found.rstd)
         to_residual, to_update = fused_rows.residual_norm_backward(
-            grad_hidden, grad_low, saved, gamma, drop, partial, dtype
+            grad_hidden, grad_low, saved, gamma, drop, partial, true, dtype
         )
         assert to_update.dtype == dtype
         assert_near(to_residual, grads[0], torch.float32)
@@ -153,6 +157,80 @@ def test_residual_and_norm(sizes, kind, biased, dtype, device):
         sums = partial.double().sum(0)
         for sum_of_programs, grad in zip(sums, (grads[3], grads[4], grads[2]), strict=True):
             assert_near(sum_of_programs, grad, torch.float32)
+
+
+@pytest.mark.parametrize("kind", DROPS)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+def test_pre_norm_adds_to_the_stream_and_normalises_for_the_next_sub_layer(sizes, normed, kind, dtype, device):
+    n_row, _, true, width = sizes
+    drop, mask = dropout(kind, sizes, device)
+    residual = random(n_row, true, width=width).to(device)
+    update = random(n_row, true, width=width, dtype=dtype).to(device)
+    bias, gamma, beta = (random(true).to(device) for _ in range(3))
+    norm = Norm(gamma, beta, EPS) if normed else None
+    found = fused_rows.residual_norm(residual, update, bias, drop, norm, true, pre_norm=True)
+    leaves = [*(rows[:, :true].double() for rows in (residual, update)), *(row.double() for row in (bias, gamma, beta))]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    z = leaves[0] + (leaves[1] + leaves[2]) * mask
+    low = F.layer_norm(z, (true,), leaves[3], leaves[4], EPS)
+    assert found.hidden is None
+    assert_near(found.stream, z.detach(), torch.float32)
+    grad = random(n_row, true, width=width).to(device)
+    grad_low = random(n_row, true, width=width, dtype=dtype, fill=9.0).to(device) if normed else None
+    total = (z * grad[:, :true].double()).sum()
+    if grad_low is not None:
+        assert found.low is not None
+        assert_near(found.low, low.detach(), dtype)
+        total += (low * grad_low[:, :true].double()).sum()
+    grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    partial = torch.empty(n_program(n_row) + 1, 3, width, device=device)  # the last program has no rows
+    to_residual, to_update = fused_rows.residual_norm_backward(
+        grad, grad_low, found, gamma if normed else None, drop, partial, true, dtype, pre_norm=True
+    )
+    assert_near(to_residual, grads[0], torch.float32)
+    assert_near(to_update, grads[1], dtype)
+    for sum_of_programs, grad in zip(partial.double().sum(0), (grads[3], grads[4], grads[2]), strict=True):
+        assert_near(sum_of_programs, grad, torch.float32)
+
+
+@pytest.mark.parametrize("sizes", SIZES[:3], ids=str)
+def test_rows_of_memory_are_normalised_and_give_sums_alone(sizes, dtype, device):
+    n_row, _, true, width = sizes
+    rows, out = random(n_row, true, width=width).to(device), torch.empty(n_row, width, dtype=dtype, device=device)
+    gamma, beta = (random(true).to(device) for _ in range(2))
+    found = fused_rows.residual_norm(rows, None, None, None, Norm(gamma, beta, EPS), true, out, pre_norm=True)
+    leaves = [leaf.double().requires_grad_() for leaf in (gamma, beta)]
+    expected = F.layer_norm(rows[:, :true].double(), (true,), leaves[0], leaves[1], EPS)
+    assert found.stream is rows
+    assert_near(out, expected.detach(), dtype)
+    grad = random(n_row, true, width=width, dtype=dtype, fill=9.0).to(device)
+    partial = torch.empty(5, 3, width, device=device)
+    fused_rows.norm_sums(grad, found, gamma, partial)
+    grads = torch.autograd.grad(expected, leaves, grad[:, :true].double())
+    for sum_of_programs, right in zip(partial.double().sum(0), (*grads, torch.zeros_like(grads[0])), strict=True):
+        assert_near(sum_of_programs, right, torch.float32)
+
+
+# R, G, H, D, D'.
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 7, 16), (70, 1, 3, 38, 48), (33, 3, 2, 41, 48), (9, 2, 2, 200, 208)])
+def test_norms_of_heads(sizes, dtype, device):
+    *shape, d_head, head = sizes
+
+    def strided() -> Tensor:
+        return random(*shape, 2, d_head, dtype=dtype, width=head).to(device)[..., 1, :]
+
+    rows, grad, gains = strided(), strided(), random(shape[1], d_head).to(device)
+    leaves = [leaf.double().requires_grad_() for leaf in (rows[..., :d_head], gains)]
+    expected = F.rms_norm(leaves[0], (d_head,), eps=EPS) * leaves[1][:, None]
+    found = fused_rows.head_norm(rows, gains, EPS)
+    assert found.is_contiguous()
+    assert_near(found, expected.detach(), dtype)
+    grads = torch.autograd.grad(expected, leaves, grad[..., :d_head].double())
+    partial = torch.empty(shape[1], 4, head, device=device).transpose(0, 1)
+    fused_rows.head_norm_backward(grad, rows, gains, EPS, partial)
+    assert_near(grad, grads[0], dtype)
+    assert_near(partial.double().sum(0), grads[1], torch.float32)
 
 
 @pytest.mark.parametrize("kind", DROPS)

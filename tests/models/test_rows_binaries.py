@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingI
 from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
 from txl.models import fused_kernels, fused_rows
-from txl.models.fused_rows import Counted, QueryMasks, n_program
+from txl.models.fused_rows import Counted, Norm, QueryMasks, n_program
 
 # d_model, E', d_inner, I', H, D, D', whether dropout is locked.
 MODELS = {
@@ -40,6 +40,15 @@ WIDE = {
     "relu_bias_backward_kernel": (2, 1),
     "queries_kernel": (1, 2),
     "queries_backward_kernel": (2, 1),
+    "head_norm_kernel": (1, 1),
+    "head_norm_backward_kernel": (2, 1),
+    # Launches of the LayerNorm's kernels with pre-norm.
+    "residual_norm_kernel, pre-norm": (1, 2),
+    "residual_norm_kernel, last": (1, 1),
+    "residual_norm_kernel, memory": (1, 0),
+    "residual_norm_backward_kernel, pre-norm": (2, 1),
+    "residual_norm_backward_kernel, last": (1, 1),
+    "residual_norm_backward_kernel, memory": (1, 0),
 }
 # Programs that a multiprocessor can run at a time, where they are not four: some have one warp only.
 PROGRAMS = {"residual_norm_kernel": 7, "relu_bias_backward_kernel": 32, "queries_backward_kernel": 16}
@@ -51,9 +60,10 @@ class Launches:
 
     def __init__(self):
         self.arguments: dict[str, dict[str, Any]] = {}
+        self.kind = ""
 
     def __getattr__(self, name: str) -> Any:
-        return collections.defaultdict(lambda: lambda **given: self.arguments.setdefault(name, given))
+        return collections.defaultdict(lambda: lambda **given: self.arguments.setdefault(name + self.kind, given))
 
 
 @pytest.fixture
@@ -75,9 +85,19 @@ def launched(monkeypatch):
             return float32(B, width) if is_locked else Counted(torch.empty(1, dtype=torch.int64, device="meta"), 4, 0.1)
 
         rows, vector, after = float32(N, wide), float32(d_model), dropout(wide)
-        saved = fused_rows.residual_norm(rows, low(N, wide), vector, after, vector, vector, 1e-5, d_model)
-        partial = float32(n_program(N), 3, wide)
-        fused_rows.residual_norm_backward(rows, low(N, wide), saved, vector, after, partial)
+        partial, norm = float32(n_program(N), 3, wide), Norm(vector, vector, 1e-5)
+        for launches.kind in ("", ", pre-norm"):
+            given = vector, after, norm, d_model, None, launches.kind != ""
+            saved = fused_rows.residual_norm(rows, low(N, wide), *given)
+            given = saved, vector, after, partial, d_model, None, launches.kind != ""
+            fused_rows.residual_norm_backward(rows, low(N, wide), *given)
+        launches.kind = ", last"
+        saved = fused_rows.residual_norm(rows, low(N, wide), vector, after, None, d_model, None, True)
+        fused_rows.residual_norm_backward(rows, None, saved, None, after, partial, d_model, torch.bfloat16, True)
+        launches.kind = ", memory"
+        saved = fused_rows.residual_norm(rows, None, None, None, norm, d_model, low(N, wide), True)
+        fused_rows.norm_sums(low(N, wide), saved, vector, partial)
+        launches.kind = ""
         inner = fused_rows.relu_bias(low(N, wide_inner), float32(d_inner), dropout(wide_inner))
         fused_rows.relu_bias_backward(low(N, wide_inner), inner, 1.1, float32(n_program(N), wide_inner))
         width, u = n_head * head, float32(n_head, d_head)
@@ -87,6 +107,9 @@ def launched(monkeypatch):
         fused_rows.queries(low(N, width), u, u, masks, value, n_head)
         partial = float32(n_program(N), 2, width)
         fused_rows.queries_backward(low(N, width), low(N, width), masks, value, n_head, partial)
+        key, gains = value.flatten(0, 1)[:, None], float32(1, d_head)
+        fused_rows.head_norm(key, gains, 1e-5)
+        fused_rows.head_norm_backward(key, key, gains, 1e-5, float32(n_program(N), 1, head))
         return launches.arguments
 
     return of
@@ -94,7 +117,7 @@ def launched(monkeypatch):
 
 def compiled(name: str, given: dict[str, Any], capability: int) -> Any:
     """Compile a kernel for the arguments of a launch, specialised as Triton does."""
-    function = getattr(fused_kernels, name)
+    function = getattr(fused_kernels, name.partition(",")[0])
     types, constants, attributes = {}, {}, {}
     for parameter in function.params:
         value = given[parameter.name]
@@ -126,7 +149,7 @@ def test_no_spills_and_wide_accesses(model, kernel, capability, launched, tmp_pa
     print(f"{kernel} {capability} {model}: {found}, shared {binary.metadata.shared}")
     assert found["STACK"] + found["LOCAL"] == 0
     # As many programs at a time as `MOST_PROGRAMS` counts on; of the forward LayerNorm nearly twice as many.
-    programs = PROGRAMS.get(kernel, 4)
+    programs = PROGRAMS.get(kernel.partition(",")[0], 4)
     assert found["REG"] * 32 * given["num_warps"] * programs <= 65_536
     assert binary.metadata.shared * programs <= 160 * 1024
     if given["num_warps"] == 1:  # sums over rows stay in registers

@@ -191,7 +191,8 @@ def test_nothing_is_timed_where_the_attention_is_known_or_given(gpu: Gpu):
     ("changes", "attention"),
     [
         ({}, "triton"),
-        ({"model.pre_norm": "true"}, "shifted"),
+        ({"model.pre_norm": "true", "model.qk_norm": "true"}, "triton"),
+        ({"model.dropout_qkv": "0.1"}, "shifted"),
         ({"train.backprop_segments": "2"}, "shifted"),
         ({"train.compile": "true"}, "shifted"),
         ({"train.compile": "true", "train.capture": "true"}, "triton"),

@@ -114,8 +114,6 @@ class TransformerXLConfig(TransformerConfig):
         """Return why the layers of a training step on a GPU cannot be one function; None if they can."""
         reasons = {
             f"encoding is {self.encoding}": self.encoding != "relative",
-            "layers normalise first (pre_norm)": self.pre_norm,
-            "heads are normalised (qk_norm)": self.qk_norm,
             "dropout_qkv drops single numbers": self.dropout_qkv > 0 and not self.locked_dropout,
         }
         return next((reason for reason, holds in reasons.items() if holds), None)

@@ -38,7 +38,8 @@ def records(model: LanguageModel) -> bool:
 
 def fuses(view: TransformerXL, state: Memory) -> bool:
     """Return whether a model's layers are read by `FusedWindow`."""
-    return view.softmax.bias.is_cuda and view.why_not_fused(state) is None
+    is_post_norm = not (view.config.pre_norm or view.config.qk_norm)
+    return is_post_norm and view.softmax.bias.is_cuda and view.why_not_fused(state) is None
 
 
 def records_windows(model: LanguageModel) -> bool:

@@ -62,12 +62,12 @@ def residual_norm_kernel(
     """Compute total = residual + drop(update + bias) and its LayerNorm, in float32 and in the dtype of `low`.
 
     Args:
-        residual, update: pointers to [N,WIDTH].
+        residual, update: pointers to [N,WIDTH]; without `update` it is the LayerNorm of `residual`, and no `total`.
         bias: pointer to float32 [D_MODEL], or None.
-        gamma, beta: pointers to float32 [D_MODEL].
+        gamma, beta: pointers to float32 [D_MODEL]; without `gamma` only `total` is computed.
         mask: pointer to locked dropout's mask [B,MASK_WIDTH], rows `mask_row` apart; None without.
         seed_at: pointer to int64 [1], the key of counted dropout; None without.
-        hidden, low, total: pointers to outputs [N,WIDTH].
+        hidden, low, total: pointers to outputs [N,WIDTH]; `hidden` may be None.
         mean, rstd: pointers to outputs float32 [N], of the rows of `total`.
         site: number of this dropout in the step.
         factor: 1 / (1 - p).
@@ -77,7 +77,8 @@ def residual_norm_kernel(
     # Four numbers of each tensor for a thread: with eight, two lines of float32 would be read or written in turns.
     column = tl.max_contiguous(tl.arange(0, BLOCK), 4)
     true = column < D_MODEL
-    gain, shift = tl.load(gamma + column, mask=true, other=0.0), tl.load(beta + column, mask=true, other=0.0)
+    if gamma is not None:
+        gain, shift = tl.load(gamma + column, mask=true, other=0.0), tl.load(beta + column, mask=true, other=0.0)
     if bias is not None:
         offset = tl.load(bias + column, mask=true, other=0.0)
     seed = 0 if seed_at is None else tl.load(seed_at)
@@ -85,28 +86,33 @@ def residual_norm_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n_row)[:, None] & (column < WIDTH)[None, :]
         place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        added = tl.load(update + place, mask=inside, other=0.0).to(tl.float32)
-        if bias is not None:
-            added += offset[None, :]
-        added = _dropped(
-            added, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
-            MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
-        )  # fmt: skip
-        z = tl.where(true[None, :], tl.load(residual + place, mask=inside, other=0.0) + added, 0.0)
-        of_mean = tl.sum(z, 1) / D_MODEL
-        centred = tl.where(true[None, :], z - of_mean[:, None], 0.0)
-        of_rstd = tl.rsqrt(tl.sum(centred * centred, 1) / D_MODEL + eps)
-        normed = centred * of_rstd[:, None] * gain[None, :] + shift[None, :]
-        tl.store(total + place, z, mask=inside)
-        tl.store(hidden + place, normed, mask=inside)
-        tl.store(low + place, normed.to(low.dtype.element_ty), mask=inside)
-        tl.store(mean + row, of_mean, mask=row < n_row)
-        tl.store(rstd + row, of_rstd, mask=row < n_row)
+        z = tl.load(residual + place, mask=inside, other=0.0)
+        if update is not None:
+            added = tl.load(update + place, mask=inside, other=0.0).to(tl.float32)
+            if bias is not None:
+                added += offset[None, :]
+            z += _dropped(
+                added, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
+                MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
+            )  # fmt: skip
+        z = tl.where(true[None, :], z, 0.0)
+        if update is not None:
+            tl.store(total + place, z, mask=inside)
+        if gamma is not None:
+            of_mean = tl.sum(z, 1) / D_MODEL
+            centred = tl.where(true[None, :], z - of_mean[:, None], 0.0)
+            of_rstd = tl.rsqrt(tl.sum(centred * centred, 1) / D_MODEL + eps)
+            normed = centred * of_rstd[:, None] * gain[None, :] + shift[None, :]
+            if hidden is not None:
+                tl.store(hidden + place, normed, mask=inside)
+            tl.store(low + place, normed.to(low.dtype.element_ty), mask=inside)
+            tl.store(mean + row, of_mean, mask=row < n_row)
+            tl.store(rstd + row, of_rstd, mask=row < n_row)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def residual_norm_backward_kernel(
-    grad_hidden, grad_low, total, mean, rstd, gamma, mask, seed_at, grad_residual, grad_update, partial,
+    grad_hidden, grad_low, grad_total, total, mean, rstd, gamma, mask, seed_at, grad_residual, grad_update, partial,
     mask_row, partial_program, partial_kind, n_row, n_lane, site, factor,
     D_MODEL: tl.constexpr, WIDTH: tl.constexpr, MASK_WIDTH: tl.constexpr, THRESHOLD: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -114,14 +120,16 @@ def residual_norm_backward_kernel(
     """Compute the gradients of `residual_norm_kernel`.
 
     Args:
-        grad_hidden, grad_low: pointers to gradients of `hidden` and `low`, [N,WIDTH]; one of them may be None.
-        grad_residual, grad_update: pointers to outputs [N,WIDTH].
+        grad_hidden, grad_low, grad_total: pointers to gradients of `hidden`, `low` and `total`, [N,WIDTH], or None.
+        gamma: None if there was no LayerNorm: then only `grad_total` is read.
+        grad_residual, grad_update: pointers to outputs [N,WIDTH], or None.
         partial: pointer to the sums of this program's rows, float32 [programs,3,WIDTH]: gradients of gamma, beta, bias.
         others: as in `residual_norm_kernel`.
     """
     column = tl.max_contiguous(tl.arange(0, BLOCK), 4)
     true = column < D_MODEL
-    gain = tl.load(gamma + column, mask=true, other=0.0)
+    if gamma is not None:
+        gain = tl.load(gamma + column, mask=true, other=0.0)
     of_gamma = tl.zeros([ROWS, BLOCK], tl.float32)
     of_beta = tl.zeros([ROWS, BLOCK], tl.float32)
     of_bias = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -130,32 +138,39 @@ def residual_norm_backward_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < n_row)[:, None] & (column < WIDTH)[None, :]
         place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        if grad_hidden is None:
-            above = tl.load(grad_low + place, mask=inside, other=0.0).to(tl.float32)
+        if gamma is None:
+            grad = tl.load(grad_total + place, mask=inside, other=0.0)
         else:
-            above = tl.load(grad_hidden + place, mask=inside, other=0.0)
-            if grad_low is not None:
-                above += tl.load(grad_low + place, mask=inside, other=0.0).to(tl.float32)
-        above = tl.where(true[None, :], above, 0.0)
-        of_mean = tl.load(mean + row, mask=row < n_row, other=0.0)
-        of_rstd = tl.load(rstd + row, mask=row < n_row, other=0.0)
-        z = tl.load(total + place, mask=inside, other=0.0)
-        normed = tl.where(true[None, :], (z - of_mean[:, None]) * of_rstd[:, None], 0.0)
-        of_gamma += above * normed
-        of_beta += above
-        # The derivative of LayerNorm: (g - mean(g) - x mean(g x)) / std, where x is normalised and g scaled by gamma.
-        scaled = above * gain[None, :]
-        along = tl.sum(scaled * normed, 1) / D_MODEL
-        grad = (scaled - (tl.sum(scaled, 1) / D_MODEL)[:, None] - normed * along[:, None]) * of_rstd[:, None]
+            if grad_hidden is None:
+                above = tl.load(grad_low + place, mask=inside, other=0.0).to(tl.float32)
+            else:
+                above = tl.load(grad_hidden + place, mask=inside, other=0.0)
+                if grad_low is not None:
+                    above += tl.load(grad_low + place, mask=inside, other=0.0).to(tl.float32)
+            above = tl.where(true[None, :], above, 0.0)
+            of_mean = tl.load(mean + row, mask=row < n_row, other=0.0)
+            of_rstd = tl.load(rstd + row, mask=row < n_row, other=0.0)
+            z = tl.load(total + place, mask=inside, other=0.0)
+            normed = tl.where(true[None, :], (z - of_mean[:, None]) * of_rstd[:, None], 0.0)
+            of_gamma += above * normed
+            of_beta += above
+            # The derivative of LayerNorm: (g - mean(g) - x mean(g x)) / std, for normalised x and g scaled by gamma.
+            scaled = above * gain[None, :]
+            along = tl.sum(scaled * normed, 1) / D_MODEL
+            grad = (scaled - (tl.sum(scaled, 1) / D_MODEL)[:, None] - normed * along[:, None]) * of_rstd[:, None]
+            if grad_total is not None:
+                grad += tl.load(grad_total + place, mask=inside, other=0.0)
         grad = tl.where(true[None, :], grad, 0.0)
-        tl.store(grad_residual + place, grad, mask=inside)
-        grad = _dropped(
-            grad, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
-            MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
-        )  # fmt: skip
-        grad = tl.where(true[None, :], grad, 0.0)
-        of_bias += grad
-        tl.store(grad_update + place, grad.to(grad_update.dtype.element_ty), mask=inside)
+        if grad_residual is not None:
+            tl.store(grad_residual + place, grad, mask=inside)
+        if grad_update is not None:
+            grad = _dropped(
+                grad, row, column, 0, inside, mask, mask_row, seed, n_lane, site, factor,
+                MASK_WIDTH, THRESHOLD, ROWS, BLOCK,
+            )  # fmt: skip
+            grad = tl.where(true[None, :], grad, 0.0)
+            of_bias += grad
+            tl.store(grad_update + place, grad.to(grad_update.dtype.element_ty), mask=inside)
     partial += tl.program_id(0).to(tl.int64) * partial_program + column
     tl.store(partial, tl.sum(of_gamma, 0), mask=column < WIDTH)
     tl.store(partial + partial_kind, tl.sum(of_beta, 0), mask=column < WIDTH)
@@ -340,3 +355,63 @@ def queries_backward_kernel(
             HEAD,
             ROWS,
         )
+
+
+@triton.jit
+def _head_rows(row, n_head, outer, head, column):
+    """Return the offsets of `column` in rows (r, h), numbered r H + h, of a tensor with these two strides."""
+    return ((row // n_head).to(tl.int64) * outer + (row % n_head) * head)[:, None] + column[None, :]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def head_norm_kernel(
+    rows, gains, out, row_outer, row_group, row_head, n_row, n_head, eps,
+    D_HEAD: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute the RMSNorm of each head; program (i, g) computes rows of group g, which have a gain of their own.
+
+    Args:
+        rows: pointer to [R,G,H,HEAD] with the strides row_outer, row_group, row_head, 1; n_row = R H.
+        gains: pointer to float32 [G,D_HEAD].
+        out: pointer to the output, dense.
+    """
+    column, group = tl.arange(0, BLOCK), tl.program_id(1)
+    gain = tl.load(gains + group * D_HEAD + column, mask=column < D_HEAD, other=0.0)
+    for tile in range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < n_row)[:, None] & (column < HEAD)[None, :]
+        place = group * row_group + _head_rows(row, n_head, row_outer, row_head, column)
+        # Numbers after D_HEAD are zeros.
+        x = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 1) / D_HEAD + eps)[:, None] * gain[None, :]
+        place = group * n_head * HEAD + _head_rows(row, n_head, tl.num_programs(1) * n_head * HEAD, HEAD, column)
+        tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def head_norm_backward_kernel(
+    rows, gains, grad, partial, row_outer, row_group, row_head, grad_outer, grad_group, grad_head,
+    partial_program, partial_kind, n_row, n_head, eps,
+    D_HEAD: tl.constexpr, HEAD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replace `grad` [R,G,H,HEAD], the gradient of the output of `head_norm_kernel`, by that of `rows`.
+
+    `partial` points to the sums of this program's rows, float32 [programs,G,HEAD], the gradients of the gains.
+    """
+    column, group = tl.arange(0, BLOCK), tl.program_id(1)
+    gain = tl.load(gains + group * D_HEAD + column, mask=column < D_HEAD, other=0.0)
+    sums = tl.zeros([ROWS, BLOCK], tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_row, ROWS), tl.num_programs(0)):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        inside = (row < n_row)[:, None] & (column < HEAD)[None, :]
+        place = group * row_group + _head_rows(row, n_head, row_outer, row_head, column)
+        x = tl.load(rows + place, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D_HEAD + eps)[:, None]
+        place = group * grad_group + _head_rows(row, n_head, grad_outer, grad_head, column)
+        above = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32)
+        normed, scaled = x * rstd, above * gain[None, :]
+        sums += above * normed
+        along = tl.sum(scaled * normed, 1) / D_HEAD
+        tl.store(grad + place, ((scaled - normed * along[:, None]) * rstd).to(grad.dtype.element_ty), mask=inside)
+    partial += tl.program_id(0).to(tl.int64) * partial_program + group * partial_kind + column
+    tl.store(partial, tl.sum(sums, 0), mask=column < HEAD)

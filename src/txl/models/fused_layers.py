@@ -10,6 +10,9 @@ a plain product of matrices, and all lanes and heads are one batch dimension of 
 copies of the weights in their own dtype, padded with zeros, because a GPU's matrix units read rows of a multiple of 16
 bytes.
 
+With pre-norm a sub-layer is LN(z), its products, and an update of the residual stream z. The kernel that adds the
+update also normalises for the next sub-layer. Memory holds z, so its rows are normalised again in each step.
+
 Shapes: B lanes, T tokens of a segment, M positions of memory, S = M + T keys, N = T B rows, L layers, H heads, D width
 of a head, E d_model, I d_inner. Padded widths are written D', E', I'; A' = H D'.
 """
@@ -30,7 +33,7 @@ from txl.attention.equations import KeyScope
 from txl.attention.triton_attention import AttentionCall, attend, attend_backward, pitch_of
 from txl.config import TransformerXLConfig
 from txl.models import fused_rows
-from txl.models.fused_rows import Counted, Dropped, QueryMasks
+from txl.models.fused_rows import Counted, Dropped, Norm, Normed, QueryMasks
 from txl.models.memory import Memory
 
 _MULTIPLE = 16  # widths of the padded copies: 32 bytes in bfloat16; heads of this multiple also serve Triton's loads
@@ -43,9 +46,10 @@ _MATRICES = (
     "feed_forward.outer",  # W_2 [E,I]
 )
 _VECTORS = (
-    *("attention.norm.weight", "attention.norm.bias", "feed_forward.inner.bias", "feed_forward.outer.bias"),
-    *("feed_forward.norm.weight", "feed_forward.norm.bias"),
+    *("attention.norm.weight", "attention.norm.bias", "feed_forward.norm.weight", "feed_forward.norm.bias"),
+    *("feed_forward.inner.bias", "feed_forward.outer.bias"),
 )
+_GAINS = tuple(f"attention.{name}_norm.weight" for name in "qkr")  # of `qk_norm`, [D] each
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def fused_hidden_states(
     """Return h^N and the inputs h^0, ..., h^{N-1} of all layers in training, from h^0, the memory and R.
 
     Args:
-        config, layers: of a post-norm Transformer-XL without `qk_norm`; `dropout_qkv` only if it is locked.
+        config, layers: of a Transformer-XL with relative encoding; `dropout_qkv` only if it is locked.
         biases: u and v of all layers, or u and v of each layer in turn; [H,D] each.
         state: the memory, into which no gradients flow.
         r: R after its dropout, farthest distance first.
@@ -83,7 +87,7 @@ def fused_hidden_states(
         return getattr(layer.get_submodule(path), last)
 
     matrices = [of(layer, f"{name}.weight") for name in _MATRICES for layer in layers]
-    vectors = [of(layer, name) for layer in layers for name in _VECTORS]
+    vectors = [of(layer, name) for layer in layers for name in _vectors(config)]
     plan = Plan(config, state.scope(), dtype, state.hidden, r)
     with torch.autocast(device, enabled=False):
         last, *inputs = _Layers.apply(hidden, plan, *biases, *matrices, *vectors)  # pyright: ignore
@@ -112,14 +116,16 @@ class _Layers(torch.autograd.Function):
 class _Kept(NamedTuple):
     """What the backward pass of a layer reads, beside the layer's part of the context."""
 
+    query: Tensor | None  # [N,A'], before `qk_norm`, if there is one
     query_u: Tensor  # [T,B,H,D']
     query_v: Tensor
-    keys_values: Tensor  # [S,B,H,2,D']
+    keys_values: Tensor  # [S,B,H,2,D'], keys before `qk_norm`
+    key: Tensor  # [S,B,H,D']
     attended: Tensor  # [T,B,H,D']
     lse: Tensor
-    attention_norm: fused_rows.Normed
+    attention_norm: Normed  # after the addition of attention's output
     relu: Tensor  # [N,I'], after dropout
-    outer_norm: fused_rows.Normed
+    outer_norm: Normed  # after the addition of the feed-forward's output
 
 
 class _Run:
@@ -134,13 +140,26 @@ class _Run:
         self.n_padded = pitch_of(self.n_key)
         self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
         self.d_attention = self.n_head * self.d_head
-        n_bias = len(parameters) - self.n_layer * (len(_MATRICES) + len(_VECTORS))
+        n_vector = len(_vectors(config))
+        n_bias = len(parameters) - self.n_layer * (len(_MATRICES) + n_vector)
         self.biases = [(parameters[at], parameters[at + 1]) for at in range(0, n_bias, 2)]
         kinds = parameters[n_bias : n_bias + self.n_layer * len(_MATRICES)]
         vectors = parameters[n_bias + len(kinds) :]
         stacks = [torch.stack(list(kinds[at : at + self.n_layer])) for at in range(0, len(kinds), self.n_layer)]
         self.weights = self._copies(stacks)
-        self.vectors = [vectors[at : at + len(_VECTORS)] for at in range(0, len(vectors), len(_VECTORS))]
+        self.vectors = [vectors[at : at + n_vector] for at in range(0, len(vectors), n_vector)]
+        # The norms of all sub-layers. With pre-norm the first one comes before all updates, and after the last none.
+        self.norms: list[Norm | None] = []
+        for gain, shift, outer_gain, outer_shift, *_ in self.vectors:
+            eps = config.layer_norm_eps
+            self.norms += [Norm(gain, shift, eps), Norm(outer_gain, outer_shift, eps)]
+        self.norms += [None] * config.pre_norm
+        # Memory's rows need gradients, for the gain and shift of the norm, only with pre-norm.
+        self.n_before = self.memory * self.n_lane if config.pre_norm else 0
+        self.gains: list[Tensor] = []  # of `qk_norm`: those of queries and keys [L,1,D], of positions [1,L,D]
+        if config.qk_norm:
+            query, key, position = (torch.stack([of[-3 + kind] for of in self.vectors]) for kind in range(3))
+            self.gains = [query[:, None], key[:, None], position[None]]
         self.kept: list[_Kept] = []
         self._draw()
 
@@ -242,126 +261,190 @@ class _Run:
         config, plan, n_row, width = self.config, self.plan, self.n_row, self.d_model
         oldest = plan.scope.oldest(hidden.device)
         self.oldest = None if oldest is None else oldest.to(torch.int32)
-        # [SG(m) o h] of every layer in the dtype of the products; a LayerNorm writes h of the next layer into it.
+        # [SG(m) o h] of every layer in the dtype of the products, with pre-norm normalised; the kernel that adds the
+        # update of a layer writes the rows of the next one into it.
         new = self._zeros_if_padded
         self.context = new(self.n_layer + 1, self.n_padded, self.n_lane, width)
         self.context[:, self.n_key :] = 0  # rows whose keys and values are zeros
-        for context, memory in zip(self.context, plan.memory, strict=False):
-            context[: self.memory, :, : config.d_model].copy_(memory.transpose(0, 1))
-        rows = new(self.n_new, self.n_lane, width, dtype=torch.float32)
-        rows[..., : config.d_model].copy_(hidden.transpose(0, 1))
         segment = slice(self.memory, self.n_key)
-        self.context[0, segment].copy_(rows)
+        rows = self._time_major(hidden)
+        self.before: list[Normed] = []
+        if config.pre_norm:
+            self.first = self._normed(rows, 0, segment)
+            for layer, memory in enumerate(plan.memory if self.memory else ()):
+                self.before.append(self._normed(self._time_major(memory), layer, slice(self.memory)))
+        else:
+            for context, memory in zip(self.context, plan.memory, strict=False):
+                context[: self.memory, :, : config.d_model].copy_(memory.transpose(0, 1))
+            self.context[0, segment].view(n_row, width).copy_(rows)
         self.r = new(self.n_padded, width)
         self.r[: self.n_key, : config.d_model].copy_(plan.r)
         self.r[self.n_key :] = 0
         w_query, w_both, w_position, w_output, w_inner, w_outer = self.weights
         positions = (self.r @ w_position.t()).view(self.n_padded, self.n_layer, self.n_head, self.d_head)
-        self.positions = positions
-        rows, inputs = rows.view(n_row, width), []
+        self.projected = self.positions = positions
+        if self.gains:
+            self.positions = fused_rows.head_norm(positions, self.gains[2][0], config.layer_norm_eps)
+        inputs = []
         for layer in range(self.n_layer):
             inputs.append(rows)
             context = self.context[layer].view(-1, width)
             after_output, after_relu, after_outer = self.drops[layer]
-            gain, shift, inner_bias, outer_bias, outer_gain, outer_shift = self.vectors[layer]
-            query = self.context[layer, segment].view(n_row, width) @ w_query[layer].t()
+            inner_bias, outer_bias = self.vectors[layer][4:6]
+            projected = query = self.context[layer, segment].view(n_row, width) @ w_query[layer].t()
             both = (context @ w_both[layer].t()).view(self.n_padded, self.n_lane, self.n_head, 2, self.d_head)
+            key, value = both.unbind(3)
+            if self.gains:
+                query, key = self._heads_normed(query, 0, layer), self._heads_normed(key, 1, layer)
             u, v = self.biases[layer % len(self.biases)]
-            queries = fused_rows.queries(query, u, v, self.masks[layer], both[..., 1, :], self.n_head)
+            queries = fused_rows.queries(query.view(n_row, -1), u, v, self.masks[layer], value, self.n_head)
             query_u, query_v = (rows.view(self.n_new, self.n_lane, self.n_head, self.d_head) for rows in queries)
-            attended, lse = attend(
-                query_u, query_v, both[..., 0, :], both[..., 1, :], positions[:, layer], self._call(layer)
-            )
+            attended, lse = attend(query_u, query_v, key, value, self.positions[:, layer], self._call(layer))
             update = attended.view(n_row, -1) @ w_output[layer].t()
+            after_attention, after_feed_forward = self.norms[2 * layer + config.pre_norm :][:2]
             first = fused_rows.residual_norm(
-                rows, update, None, after_output, gain, shift,
-                config.layer_norm_eps, config.d_model,
-            )  # fmt: skip
+                rows, update, None, after_output, after_attention, config.d_model, pre_norm=config.pre_norm
+            )
+            assert first.low is not None
             relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), inner_bias, after_relu)
             second = fused_rows.residual_norm(
-                first.hidden, relu @ w_outer[layer].t(), outer_bias, after_outer, outer_gain, outer_shift,
-                config.layer_norm_eps, config.d_model, self.context[layer + 1, segment].view(n_row, width),
+                first.stream, relu @ w_outer[layer].t(), outer_bias, after_outer, after_feed_forward, config.d_model,
+                self.context[layer + 1, segment].view(n_row, width), config.pre_norm,
             )  # fmt: skip
-            rows = second.hidden
+            rows = second.stream
             first, second = first._replace(hidden=None), second._replace(hidden=None, low=None)
-            self.kept.append(_Kept(query_u, query_v, both, attended, lse, first, relu, second))
+            kept = projected if self.gains else None, query_u, query_v, both, key, attended, lse
+            self.kept.append(_Kept(*kept, first, relu, second))
         return tuple(self._batch_first(rows) for rows in (rows, *inputs))
+
+    def _normed(self, rows: Float[Tensor, "N W"], layer: int, part: slice) -> Normed:
+        """Write the LayerNorm of rows of the stream into a part of the context of a layer with pre-norm."""
+        out = self.context[layer, part].view(rows.shape)
+        return fused_rows.residual_norm(
+            rows, None, None, None, self.norms[2 * layer], self.config.d_model, out, pre_norm=True
+        )
+
+    def _by_head(self, rows: Tensor) -> Float[Tensor, "rows 1 H W"]:
+        """View queries or keys, [N,A'] or [S,B,H,D'] with any strides, as rows for `head_norm`."""
+        return rows.view(-1, 1, self.n_head, self.d_head) if rows.ndim == 2 else rows.flatten(0, 1)[:, None]
+
+    def _heads_normed(self, rows: Tensor, kind: int, layer: int) -> Tensor:
+        normed = fused_rows.head_norm(self._by_head(rows), self.gains[kind][layer], self.config.layer_norm_eps)
+        return normed.view(rows.shape)
 
     def backward(self, grad: Float[Tensor, "B T E"]) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of h^0 and of all parameters, in the order of the inputs of `_Layers`."""
-        config, n_row, width = self.config, self.n_row, self.d_model
-        rows = self._zeros_if_padded(self.n_new, self.n_lane, width, dtype=torch.float32)
-        rows[..., : config.d_model].copy_(grad.transpose(0, 1))
-        rows, low = rows.view(n_row, width), None
+        config, n_row, width, pre_norm = self.config, self.n_row, self.d_model, self.config.pre_norm
+        rows, low = self._time_major(grad), None
         w_query, w_both, _, w_output, w_inner, w_outer = self.weights
         grads, views = self._blank()
         g_query, g_both, g_position, g_output, g_inner, g_outer = grads
         grad_positions = torch.empty_like(self.positions)
-        # Sums over the rows of each program of a kernel; one reduction for all layers follows.
+        # Sums over the rows of each program of a kernel; one reduction for all layers follows. Those of norms: of each
+        # in the order of `norms`, then of memory's rows in each layer.
+        n_program = fused_rows.n_program(max(n_row, self.n_before))
+        n_norm = len(self.norms) + len(self.before)
+        of_norms = self._empty(n_norm, n_program, 3, width, dtype=torch.float32)
         n_program = fused_rows.n_program(n_row)
-        of_norms = self._empty(self.n_layer, 2, n_program, 3, width, dtype=torch.float32)
         of_inner = self._empty(self.n_layer, n_program, self.d_inner, dtype=torch.float32)
-        n_query_program = fused_rows.n_program(n_row)
-        of_biases = self._empty(self.n_layer, n_query_program, 2, self.d_attention, dtype=torch.float32)
-        for layer in reversed(range(self.n_layer)):
-            kept, (gain, *_, outer_gain, _) = self.kept.pop(), self.vectors[layer]
-            after_output, after_relu, after_outer = self.drops[layer]
-            rows, update = fused_rows.residual_norm_backward(
-                rows, low, kept.outer_norm, outer_gain, after_outer, of_norms[layer, 1], self.plan.dtype
+        of_biases = self._empty(self.n_layer, n_program, 2, self.d_attention, dtype=torch.float32)
+        n_program = fused_rows.n_program(self.n_key * self.n_lane)
+        of_gains = self._empty(len(self.gains), self.n_layer, n_program, self.d_head, dtype=torch.float32)
+
+        def of_norm(at: int, saved: Normed, dropout: Dropped) -> tuple[Tensor, Tensor]:
+            norm = self.norms[at]
+            gain = None if norm is None else norm.gamma
+            return fused_rows.residual_norm_backward(
+                rows, low, saved, gain, dropout, of_norms[at], config.d_model, self.plan.dtype, pre_norm
             )
+
+        for layer in reversed(range(self.n_layer)):
+            kept = self.kept.pop()
+            after_output, after_relu, after_outer = self.drops[layer]
+            rows, update = of_norm(2 * layer + 1 + pre_norm, kept.outer_norm, after_outer)
             torch.mm(update.t(), kept.relu, out=g_outer[layer])
             factor = self.inner_factor if after_relu is not None else 1.0
             inner = fused_rows.relu_bias_backward(update @ w_outer[layer], kept.relu, factor, of_inner[layer])
+            assert kept.attention_norm.low is not None
             torch.mm(inner.t(), kept.attention_norm.low, out=g_inner[layer])
-            rows, update = fused_rows.residual_norm_backward(
-                rows, inner @ w_inner[layer], kept.attention_norm, gain, after_output, of_norms[layer, 0]
-            )
+            low = inner @ w_inner[layer]
+            rows, update = of_norm(2 * layer + pre_norm, kept.attention_norm, after_output)
             torch.mm(update.t(), kept.attended.view(n_row, -1), out=g_output[layer])
             above, both = (update @ w_output[layer]).view(kept.attended.shape), torch.empty_like(kept.keys_values)
+            key, value = both.unbind(3)
             grad_u, grad_v = attend_backward(
                 above, kept.attended, kept.lse, kept.query_u, kept.query_v,
-                kept.keys_values[..., 0, :], kept.keys_values[..., 1, :], self.positions[:, layer], self._call(layer),
-                both[..., 0, :], both[..., 1, :], grad_positions[:, layer],
+                kept.key, kept.keys_values[..., 1, :], self.positions[:, layer], self._call(layer),
+                key, value, grad_positions[:, layer],
             )  # fmt: skip
             query = fused_rows.queries_backward(
-                grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], both[..., 1, :], self.n_head,
-                of_biases[layer],
-            )  # fmt: skip
+                grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], value, self.n_head, of_biases[layer]
+            )
+            if kept.query is not None:
+                for kind, (of, before) in enumerate(((query, kept.query), (key, kept.keys_values[..., 0, :]))):
+                    fused_rows.head_norm_backward(
+                        self._by_head(of), self._by_head(before), self.gains[kind][layer], config.layer_norm_eps,
+                        of_gains[kind, layer, :, None],
+                    )  # fmt: skip
             context, both = self.context[layer].view(-1, width), both.view(self.n_padded * self.n_lane, -1)
-            segment = slice(self.memory * self.n_lane, self.n_key * self.n_lane)
-            torch.mm(query.t(), context[segment], out=g_query[layer])
+            end = self.n_key * self.n_lane
+            start = end - n_row
+            torch.mm(query.t(), context[start:end], out=g_query[layer])
             torch.mm(both.t(), context, out=g_both[layer])
-            low = (query @ w_query[layer]).addmm_(both[segment], w_both[layer])
+            low = both[start - self.n_before : end] @ w_both[layer]
+            before, low = low[:-n_row], low[-n_row:].addmm_(query, w_query[layer])
+            if self.before:
+                gain = self.vectors[layer][0]
+                fused_rows.norm_sums(before, self.before[layer], gain, of_norms[len(self.norms) + layer])
+        if self.gains:
+            fused_rows.head_norm_backward(
+                grad_positions, self.projected, self.gains[2][0], config.layer_norm_eps, of_gains[2].transpose(0, 1)
+            )
         torch.mm(grad_positions.view(self.n_padded, -1).t(), self.r, out=g_position)
         assert low is not None
-        return self._batch_first(rows + low), self._parameter_gradients(views, of_norms, of_inner, of_biases)
+        rows = of_norm(0, self.first, None)[0] if pre_norm else rows + low
+        return self._batch_first(rows), self._parameter_gradients(views, of_norms, of_inner, of_biases, of_gains)
 
     def _parameter_gradients(
-        self, views: list[Tensor], of_norms: Tensor, of_inner: Tensor, of_biases: Tensor
+        self, views: list[Tensor], of_norms: Tensor, of_inner: Tensor, of_biases: Tensor, of_gains: Tensor
     ) -> list[Tensor]:
-        config = self.config
+        config, pre_norm = self.config, self.config.pre_norm
         matrices = []
         for name, view in zip(_MATRICES, views, strict=True):
             wide = view.to(torch.float32, memory_format=torch.contiguous_format)
             if name.startswith("attention"):  # split into heads
                 wide = wide.flatten(2, 3) if name.endswith("o_proj") else wide.flatten(1, 2)
             matrices += wide.unbind()
-        norms, inner = of_norms.sum(2)[..., : config.d_model], of_inner.sum(1)[:, : config.d_inner]
+        norms, inner = of_norms.sum(1)[..., : config.d_model], of_inner.sum(1)[:, : config.d_inner]
+        if self.before:
+            norms[: 2 * self.n_layer : 2, :2] += norms[len(self.norms) :, :2]
         biases = of_biases.sum(1).unflatten(-1, (self.n_head, self.d_head))[..., : config.d_head]  # [L,2,H,D]
         if len(self.biases) == 1:
             biases = biases.sum(0, keepdim=True)
+        gains = of_gains.sum(2)[..., : config.d_head].transpose(0, 1) if self.gains else [()] * self.n_layer
         vectors = []
         for layer in range(self.n_layer):
-            (gain, shift, _), (outer_gain, outer_shift, outer_bias) = (of.unbind() for of in norms[layer])
-            vectors += [gain, shift, inner[layer], outer_bias, outer_gain, outer_shift]
+            # The kernel that adds the feed-forward's output has its bias; with pre-norm its norm is the next layer's.
+            attention, feed_forward, after = (norms[2 * layer + at].unbind() for at in (0, 1, 1 + pre_norm))
+            vectors += [*attention[:2], *feed_forward[:2], inner[layer], after[2], *gains[layer]]
         return [*biases.contiguous().flatten(0, 1).unbind(), *matrices, *vectors]
 
     def _zeros_if_padded(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         new = self.like.new_empty if self.d_model == self.config.d_model else self.like.new_zeros
         return new(shape, dtype=dtype or self.plan.dtype)
 
+    def _time_major(self, hidden: Float[Tensor, "B n E"]) -> Float[Tensor, "nB W"]:
+        """Copy to float32, padded with zeros."""
+        rows = self._zeros_if_padded(hidden.shape[1], self.n_lane, self.d_model, dtype=torch.float32)
+        rows[..., : self.config.d_model].copy_(hidden.transpose(0, 1))
+        return rows.view(-1, self.d_model)
+
     def _batch_first(self, rows: Tensor) -> Float[Tensor, "B T E"]:
         return rows.view(self.n_new, self.n_lane, -1)[..., : self.config.d_model].transpose(0, 1)
+
+
+def _vectors(config: TransformerXLConfig) -> tuple[str, ...]:
+    return _VECTORS + _GAINS if config.qk_norm else _VECTORS
 
 
 def _padded(width: int) -> int:

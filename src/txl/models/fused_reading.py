@@ -16,6 +16,7 @@ from torch import Tensor
 from txl.attention.triton_attention import AttentionCall, attend
 from txl.models import fused_rows
 from txl.models.fused_layers import _padded
+from txl.models.fused_rows import Norm
 from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 
@@ -123,14 +124,16 @@ class FusedWindow(MemoryWindow):
             attended, _ = attend(query_u.view(heads), query_v.view(heads), key, value, position, call)
             first = fused_rows.residual_norm(
                 rows, attended.view(n_row, -1) @ weights.output[number].flatten(1).t(), None, None,
-                attention.norm.weight, attention.norm.bias, config.layer_norm_eps, width,
+                Norm(attention.norm.weight, attention.norm.bias, config.layer_norm_eps), width,
             )  # fmt: skip
+            assert first.low is not None
             inner = first.low @ weights.inner[number].t()
             relu = fused_rows.relu_bias(inner, feed_forward.inner.bias, None)
             second = fused_rows.residual_norm(
-                first.hidden, relu @ weights.outer[number].t(), feed_forward.outer.bias, None,
-                feed_forward.norm.weight, feed_forward.norm.bias, config.layer_norm_eps, width,
+                first.stream, relu @ weights.outer[number].t(), feed_forward.outer.bias, None,
+                Norm(feed_forward.norm.weight, feed_forward.norm.bias, config.layer_norm_eps), width,
             )  # fmt: skip
-            rows, low = second.hidden, second.low
+            rows, low = second.stream, second.low
+            assert low is not None
         self._hidden[:, self.capacity :].copy_(torch.stack(inputs).view(len(inputs), n_new, n_lane, -1))
         return rows.view(n_new, n_lane, -1)[..., :width].transpose(0, 1)

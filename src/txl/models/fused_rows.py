@@ -1,4 +1,4 @@
-"""The elementwise work and the LayerNorms of a Transformer-XL layer on a GPU, forward and backward, one kernel each.
+"""The elementwise work and the norms of a Transformer-XL layer on a GPU, forward and backward, one kernel each.
 
 Plain functions of tensors, without autograd, for a hand-written backward pass. Kernels are those of `fused_kernels.py`;
 on a CPU they run in Triton's interpreter.
@@ -69,17 +69,30 @@ class Counted(NamedTuple):
 Dropped = Tensor | Counted | None
 
 
+class Norm(NamedTuple):
+    """Parameters of a LayerNorm, in float32."""
+
+    gamma: Float[Tensor, " E"]
+    beta: Float[Tensor, " E"]
+    eps: float
+
+
 class Normed(NamedTuple):
     """Output of a sub-layer, and what its backward pass reads: the last three."""
 
-    hidden: Float[Tensor, "N W"]
-    """LayerNorm's output in float32."""
-    low: Float[Tensor, "N W"]
-    """The same in the dtype of products."""
+    hidden: Float[Tensor, "N W"] | None
+    """LayerNorm's output in float32; None with pre-norm."""
+    low: Float[Tensor, "N W"] | None
+    """The same in the dtype of products; None without a LayerNorm, as are `mean` and `rstd`."""
     sum: Float[Tensor, "N W"]
     """LayerNorm's input z in float32."""
-    mean: Float[Tensor, " N"]
-    rstd: Float[Tensor, " N"]
+    mean: Float[Tensor, " N"] | None
+    rstd: Float[Tensor, " N"] | None
+
+    @property
+    def stream(self) -> Float[Tensor, "N W"]:
+        """The residual of the next sub-layer."""
+        return self.sum if self.hidden is None else self.hidden
 
 
 class QueryMasks(NamedTuple):
@@ -98,28 +111,33 @@ def n_program(n_row: int) -> int:
 
 def residual_norm(
     residual: Float[Tensor, "N W"],
-    update: Float[Tensor, "N W"],
+    update: Float[Tensor, "N W"] | None,
     bias: Float[Tensor, " E"] | None,
     dropout: Dropped,
-    gamma: Float[Tensor, " E"],
-    beta: Float[Tensor, " E"],
-    eps: float,
+    norm: Norm | None,
     d_model: int,
     out_low: Float[Tensor, "N W"] | None = None,
+    pre_norm: bool = False,
 ) -> Normed:
     """Return LN(residual + drop(update + bias)) gamma + beta, normalised over the first `d_model` columns.
 
     Args:
         residual: in float32.
-        update: in the dtype of products.
-        bias, gamma, beta: in float32.
+        update: in the dtype of products; None: zero, and `Normed.sum` is `residual` itself.
+        bias: in float32.
+        norm: None, with pre-norm: only the sum.
         out_low: where to write `Normed.low`; None: a new tensor.
+        pre_norm: whether the sum is the next sub-layer's residual, instead of the LayerNorm's output.
     """
     n_row, width = residual.shape
+    gamma, beta, eps = norm or (None, None, 0.0)
     _check(residual, update, out_low, bias, gamma, beta)
-    hidden, total = torch.empty_like(residual), torch.empty_like(residual)
-    low = torch.empty_like(update) if out_low is None else out_low
-    mean, rstd = residual.new_empty(n_row), residual.new_empty(n_row)
+    hidden = None if pre_norm else torch.empty_like(residual)
+    total = None if update is None else torch.empty_like(residual)
+    low = mean = rstd = None
+    if norm is not None:
+        low = torch.empty_like(residual if update is None else update) if out_low is None else out_low
+        mean, rstd = residual.new_empty(n_row), residual.new_empty(n_row)
     tile = whole_rows(width)
     n_tile = math.ceil(n_row / tile.rows)
     _kernels().residual_norm_kernel[(min(2 * MOST_PROGRAMS, n_tile),)](  # no sums, and half of the registers
@@ -127,42 +145,73 @@ def residual_norm(
         mean=mean, rstd=rstd, n_row=n_row, eps=eps, D_MODEL=d_model, WIDTH=width, STAGES=2,
         **_of_dropout(dropout, n_row, width), **tile.arguments,
     )  # fmt: skip
-    return Normed(hidden, low, total, mean, rstd)
+    return Normed(hidden, low, residual if total is None else total, mean, rstd)
 
 
 def residual_norm_backward(
-    grad_hidden: Float[Tensor, "N W"] | None,
+    grad: Float[Tensor, "N W"] | None,
     grad_low: Float[Tensor, "N W"] | None,
     saved: tuple[Any, ...],
-    gamma: Float[Tensor, " E"],
+    gamma: Float[Tensor, " E"] | None,
     dropout: Dropped,
     partial: Float[Tensor, "P 3 W"],
+    d_model: int,
     dtype: torch.dtype | None = None,
+    pre_norm: bool = False,
 ) -> tuple[Float[Tensor, "N W"], Float[Tensor, "N W"]]:
     """Return the gradients of residual, in float32, and of update, in the dtype of products.
 
     Args:
-        grad_hidden, grad_low: gradients of the two copies of the output; None: zero.
+        grad, grad_low: gradients of `Normed.stream` and of `Normed.low`; None: zero.
         saved: z, mean and rstd, or the `Normed` that ends with them.
-        dropout: as given to `residual_norm`.
+        gamma: None without a LayerNorm.
+        dropout, d_model, pre_norm: as given to `residual_norm`.
         partial: output in float32, any strides but 1 in the last dimension: sums over the rows of each program of the
-            gradients of gamma, beta and bias.
+            gradients of gamma, beta and bias. Without a LayerNorm, the first two are zeros.
         dtype: that of update, if there is no `grad_low`.
     """
-    total, mean, rstd = saved[-3:]
-    n_row, width = total.shape
-    _check(total, grad_hidden, grad_low, mean, rstd, gamma)
-    grad_residual = torch.empty_like(total)
     dtype = dtype if grad_low is None else grad_low.dtype
     assert dtype is not None, "without grad_low, the dtype of the gradient of update must be given"
-    grad_update = torch.empty_like(total, dtype=dtype)
-    assert partial.shape == (n_program(n_row), 3, width)
-    _kernels().residual_norm_backward_kernel[(n_program(n_row),)](
-        grad_hidden=grad_hidden, grad_low=grad_low, total=total, mean=mean, rstd=rstd, gamma=gamma,
-        grad_residual=grad_residual, grad_update=grad_update, n_row=n_row, D_MODEL=len(gamma), WIDTH=width, STAGES=3,
+    assert (gamma is None) == (grad_low is None) or not pre_norm
+    # Without a LayerNorm the gradient of residual is that of the sum, and is not written.
+    grad_residual = None if gamma is None else torch.empty_like(saved[-3])
+    grad_update = torch.empty_like(saved[-3], dtype=dtype)
+    grads = (None, grad_low, grad) if pre_norm else (grad, grad_low, None)
+    _residual_norm_backward(grads, saved, gamma, dropout, partial, d_model, (grad_residual, grad_update))
+    if grad_residual is None:
+        assert grad is not None
+        return grad, grad_update
+    return grad_residual, grad_update
+
+
+def norm_sums(
+    grad_low: Float[Tensor, "N W"], saved: tuple[Any, ...], gamma: Float[Tensor, " E"], partial: Float[Tensor, "P 3 W"]
+) -> None:
+    """Write the sums of `residual_norm_backward` alone, for rows that need no gradients."""
+    _residual_norm_backward((None, grad_low, None), saved, gamma, None, partial, len(gamma), (None, None))
+
+
+def _residual_norm_backward(
+    grads: tuple[Tensor | None, ...],
+    saved: tuple[Any, ...],
+    gamma: Tensor | None,
+    dropout: Dropped,
+    partial: Tensor,
+    d_model: int,
+    results: tuple[Tensor | None, ...],
+) -> None:
+    """Launch the kernel, given the gradients of hidden, low and sum, and the gradients of residual and update."""
+    total, mean, rstd = saved[-3:]
+    n_row, width = total.shape
+    _check(total, *grads, mean, rstd, gamma)
+    (grad_hidden, grad_low, grad_total), (grad_residual, grad_update) = grads, results
+    assert partial.shape[1:] == (3, width)
+    _kernels().residual_norm_backward_kernel[(len(partial),)](
+        grad_hidden=grad_hidden, grad_low=grad_low, grad_total=grad_total, total=total, mean=mean, rstd=rstd,
+        gamma=gamma, grad_residual=grad_residual, grad_update=grad_update, n_row=n_row,
+        D_MODEL=d_model, WIDTH=width, STAGES=3,
         **_of_partial(partial), **_of_dropout(dropout, n_row, width), **whole_rows(width).arguments,
     )  # fmt: skip
-    return grad_residual, grad_update
 
 
 def relu_bias(inner: Float[Tensor, "N W"], bias: Float[Tensor, " I"], dropout: Dropped) -> Float[Tensor, "N W"]:
@@ -248,6 +297,58 @@ def queries_backward(
         **_of_partial(partial), **_of_values(grad_value, masks), HEAD=width // n_head, WIDTH=width, **SUMS.arguments,
     )  # fmt: skip
     return grad_query
+
+
+def head_norm(rows: Float[Tensor, "R G H W"], gains: Float[Tensor, "G D"], eps: float) -> Float[Tensor, "R G H W"]:
+    """Return the RMSNorm of the first D columns of each head, in a dense tensor.
+
+    Args:
+        rows: in the dtype of products, any strides but 1 in the last dimension.
+        gains: one for each of G groups of rows, in float32.
+    """
+    out = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    tile = whole_rows(rows.shape[-1])
+    n_program = min(MOST_PROGRAMS, math.ceil(len(rows) * rows.shape[2] / tile.rows))
+    _kernels().head_norm_kernel[n_program, rows.shape[1]](
+        out=out, **_of_heads(rows, "row"), **_of_norm(rows, gains, eps), **tile.arguments
+    )
+    return out
+
+
+def head_norm_backward(
+    grad: Float[Tensor, "R G H W"],
+    rows: Float[Tensor, "R G H W"],
+    gains: Float[Tensor, "G D"],
+    eps: float,
+    partial: Float[Tensor, "P G W"],
+) -> None:
+    """Replace the gradient of the result of `head_norm` by that of `rows`.
+
+    Args:
+        grad: any strides but 1 in the last dimension.
+        rows, gains, eps: as given to `head_norm`.
+        partial: output in float32, any strides but 1 in the last dimension: sums over the rows of each of any number of
+            programs of the gradients of gains.
+    """
+    assert partial.shape[1:] == (rows.shape[1], rows.shape[3])
+    _kernels().head_norm_backward_kernel[len(partial), rows.shape[1]](
+        grad=grad, **_of_heads(rows, "row"), **_of_heads(grad, "grad"), **_of_norm(rows, gains, eps),
+        **_of_partial(partial), **whole_rows(rows.shape[-1]).arguments,
+    )  # fmt: skip
+
+
+def _of_heads(rows: Tensor, name: str) -> dict[str, int]:
+    """Return the kernels' arguments for the strides of rows [R,G,H,W]."""
+    outer, group, head, one = rows.stride()
+    assert one == 1
+    return {f"{name}_outer": outer, f"{name}_group": group, f"{name}_head": head}
+
+
+def _of_norm(rows: Tensor, gains: Tensor, eps: float) -> dict[str, Any]:
+    _check(gains)
+    n_row, _, n_head, width = rows.shape
+    sizes = {"n_row": n_row * n_head, "n_head": n_head, "D_HEAD": gains.shape[1], "HEAD": width}
+    return {"rows": rows, "gains": gains, "eps": eps, **sizes}
 
 
 def _kernels() -> ModuleType:
