@@ -118,6 +118,16 @@ class Captured:
 
 
 @contextmanager
+def awaited(device: torch.device) -> Iterator[None]:
+    """Wait for a GPU at the end of the block, also after an error: recorded steps must not be destroyed as they run."""
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
+@contextmanager
 def float32_products(tf32: bool) -> Iterator[None]:
     """Compute float32 products of a GPU in TF32 or in float32 within the block, and restore the settings after it.
 

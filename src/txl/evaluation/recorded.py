@@ -126,6 +126,8 @@ class Recordings:
         hooked = hooked or any(attention.attend is not model.backend for attention in model.attentions)
         fixed = None if hooked else (*settings, *(parameter.data_ptr() for parameter in model.parameters()))
         if fixed != self._fixed:
+            if model.softmax.bias.is_cuda:
+                torch.cuda.synchronize()  # a graph must not be destroyed while it runs
             self._recorded = None if hooked else _Recorded(evaluation_view(model))
         self._fixed, self._evaluation = fixed, (held.frozen, *settings)
         if self._recorded is not None and held.autocast is not None:

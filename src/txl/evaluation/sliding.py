@@ -19,7 +19,7 @@ from jaxtyping import Float64, Int64
 from torch import Tensor
 
 from txl.config import Limit
-from txl.devices import sent
+from txl.devices import awaited, sent
 from txl.errors import UserError
 from txl.evaluation.recorded import RecordedWindows
 from txl.evaluation.stream import (
@@ -231,17 +231,20 @@ def window_losses(
         windows = np.flatnonzero(lengths == length)
         recorded = RecordedWindows(view, settings.temperature) if len(windows) >= _MANY * settings.batch_size else None
         state = empty.select(torch.zeros(min(len(windows), settings.batch_size), dtype=torch.int64))
-        for first in range(0, len(windows), settings.batch_size):
-            lanes = windows[first : first + settings.batch_size]
-            places = np.concatenate([losses_of[lane] for lane in lanes])
-            tokens = ids[begins[lanes, None] + np.arange(length)]
-            # The loss after c tokens of a window is that of the window's token c - 1, counted over all B*L tokens.
-            at = np.searchsorted(lanes, window_of[places]) * length + seen[places] - 1
-            inputs, at, wanted = (sent(torch.from_numpy(array), device) for array in (tokens, at, following[places]))
-            if recorded is not None and len(lanes) == settings.batch_size:
-                losses = recorded(inputs, at, wanted, state).double()
-            else:
-                state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
-                losses = view.chosen_nll(inputs, at, wanted, state, settings.temperature).double()
-            done += tokens.size
-            yield places, losses, (done, total)
+        with awaited(device):
+            for first in range(0, len(windows), settings.batch_size):
+                lanes = windows[first : first + settings.batch_size]
+                places = np.concatenate([losses_of[lane] for lane in lanes])
+                tokens = ids[begins[lanes, None] + np.arange(length)]
+                # The loss after c tokens of a window is that of the window's token c - 1, counted over all B*L tokens.
+                at = np.searchsorted(lanes, window_of[places]) * length + seen[places] - 1
+                inputs, at, wanted = (
+                    sent(torch.from_numpy(array), device) for array in (tokens, at, following[places])
+                )
+                if recorded is not None and len(lanes) == settings.batch_size:
+                    losses = recorded(inputs, at, wanted, state).double()
+                else:
+                    state = empty.select(torch.zeros(len(lanes), dtype=torch.int64))
+                    losses = view.chosen_nll(inputs, at, wanted, state, settings.temperature).double()
+                done += tokens.size
+                yield places, losses, (done, total)

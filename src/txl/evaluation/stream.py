@@ -31,7 +31,7 @@ from torch import Tensor
 
 from txl.config import Lengths, Limit, same_length, validate_temperature
 from txl.data.prepared import Tokens
-from txl.devices import sent
+from txl.devices import awaited, sent
 from txl.errors import UserError
 from txl.evaluation.recorded import Recordings
 from txl.files import JsonObject
@@ -209,17 +209,18 @@ def read_lanes(
     # In float64, because a float32 sum of 2^24 nats no longer grows by 1. The sum stays on the device: reading it would
     # wait for a GPU in every step.
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
-        # Checked and counted before the copy to a GPU, where looking at them would wait for the device.
-        check_ids(inputs, model.vocab_size)
-        check_ids(targets, model.vocab_size)
-        n_scored += int(counted.sum())
-        mask = sent(counted, device)
-        nll, state = step(sent(inputs, device), sent(targets, device), state, mask)
-        # Masked, not selected: a GPU would have to tell how many are left.
-        total = total + nll.double().masked_fill(~mask, 0.0).sum()
-        if progress is not None:
-            progress(n_scored, n_target)
+    with awaited(device):
+        for inputs, targets, counted in islice(lanes.segments(ids, settings.segment), segments):
+            # Checked and counted before the copy to a GPU, where looking at them would wait for the device.
+            check_ids(inputs, model.vocab_size)
+            check_ids(targets, model.vocab_size)
+            n_scored += int(counted.sum())
+            mask = sent(counted, device)
+            nll, state = step(sent(inputs, device), sent(targets, device), state, mask)
+            # Masked, not selected: a GPU would have to tell how many are left.
+            total = total + nll.double().masked_fill(~mask, 0.0).sum()
+            if progress is not None:
+                progress(n_scored, n_target)
     whole = processes.sum(total.item(), n_scored)
     return result_of(model, tokens, settings, lengths, whole, time.perf_counter() - start)
 
