@@ -96,6 +96,26 @@ def test_the_layers_and_all_gradients_are_those_of_the_modules(segment, norms, u
     check_equal(passes(model, hidden, state, fused=True), expected, 2e-5)
 
 
+@pytest.mark.usefixtures("right_bfloat16")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
+def test_in_bfloat16_the_layers_are_as_near_to_float32_as_the_modules(norms, device):
+    model = built(dataclasses.replace(TINY, **NORMS[norms]), device)
+    state = memory_of(model, SEGMENTS["memory"], device)
+    hidden = torch.randn(3, 6, TINY.d_model).to(device)
+    right = passes(model, hidden, state, fused=False)
+    errors = []
+    for fused in (False, True):
+        with torch.autocast(device, torch.bfloat16):
+            found = passes(model, hidden, state, fused)
+        errors.append(
+            [float((found[name].float() - of).norm() / of.norm().clamp(min=1e-6)) for name, of in right.items()]
+        )
+    print(f"modules {max(errors[0])}, fused {max(errors[1])}")
+    assert sum(errors[1]) < 1.5 * sum(errors[0])
+    assert max(errors[1]) < 2 * max(errors[0])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
 def test_locked_dropout_multiplies_by_one_mask_a_lane(norms, device, monkeypatch):
@@ -168,8 +188,9 @@ def test_other_models_keep_their_modules(change, reason):
     assert reason in (model.why_not_fused(model.init_state(1)) or "")
 
 
-def test_a_hook_or_another_class_of_module_keeps_the_modules():
-    model = built(TINY, "cpu")
+@pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
+def test_a_hook_or_another_class_of_module_keeps_the_modules(norms):
+    model = built(dataclasses.replace(TINY, **NORMS[norms]), "cpu")
     model.backend = dataclasses.replace(model.backend, name="triton")
     for attention in model.attentions:
         attention.attend = model.backend
