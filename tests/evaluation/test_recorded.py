@@ -236,7 +236,7 @@ def test_graphs_on_a_gpu(attention, temperature, monkeypatch):
     settings = Settings(4, batch_size=3, temperature=temperature)
     for _ in range(5):
         assert evaluate_with(model, TEXT, settings, recordings=kept).nll == pytest.approx(
-            eagerly(model, settings), rel=1e-5
+            eagerly(model, settings), rel=1e-4
         )
         with torch.no_grad():
             for weight in model.parameters():
@@ -244,5 +244,5 @@ def test_graphs_on_a_gpu(attention, temperature, monkeypatch):
     slid = evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll
     monkeypatch.setattr("txl.evaluation.recorded.records_windows", lambda _: False)
     assert slid == pytest.approx(
-        evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll, rel=1e-5
+        evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll, rel=1e-4
     )

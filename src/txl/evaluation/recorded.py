@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
+from txl.attention.triton_attention import why_not_triton
 from txl.devices import Captured
-from txl.models.fused_reading import FusedWeights, FusedWindow
+from txl.models.fused_reading import FusedWeights, FusedWindow, padded_head
 from txl.models.language_model import LanguageModel, State
 from txl.models.loss import nll_at_temperature
 from txl.models.memory import Memory, MemoryWindow, Projections
@@ -36,10 +37,19 @@ def records(model: LanguageModel) -> bool:
     return type(model) is TransformerXL and model.softmax.bias.device.type == "cuda"
 
 
-def fuses(view: TransformerXL, state: Memory) -> bool:
-    """Return whether a model's layers are read by `FusedWindow`."""
-    is_post_norm = not (view.config.pre_norm or view.config.qk_norm)
-    return is_post_norm and view.softmax.bias.is_cuda and view.why_not_fused(state) is None
+def fuses(view: TransformerXL, dtype: torch.dtype) -> bool:
+    """Return whether a model's layers are read by `FusedWindow`: on a GPU that has the kernels, unless it names others.
+
+    `dtype` is that of the products.
+    """
+    config, parameters = view.config, list(view.parameters())
+    return (
+        config.attention in ("auto", "fastest", "triton")
+        and config.fusion_obstacle() is None
+        and not (config.pre_norm or config.qk_norm)
+        and all(type(parameter) is nn.Parameter and parameter.dtype == torch.float32 for parameter in parameters)
+        and why_not_triton(parameters[0].device, dtype, padded_head(config.d_head)) is None
+    )
 
 
 def records_windows(model: LanguageModel) -> bool:
@@ -60,18 +70,19 @@ class _Recorded:
     """All that graphs of one model and of the same settings read."""
 
     view: TransformerXL
-    weights: FusedWeights | None = None  # for few kernels, where the products are in a low precision
+    weights: FusedWeights | None = None  # of layers that are read in few kernels
     shapes: dict[tuple[int, ...], _Shape] = field(default_factory=dict)
     windows: dict[torch.Size, MemoryWindow] = field(default_factory=dict)
     first: Captured | None = None
 
-    def convert(self, modules: list[nn.Module], dtype: torch.dtype, state: Memory) -> None:
-        """Convert the weights of products to autocast's dtype, again for every evaluation."""
+    def convert(self, modules: list[nn.Module], autocast: torch.dtype | None) -> None:
+        """Copy the weights of products, padded or in autocast's dtype, again for every evaluation."""
+        dtype = autocast or torch.float32
         if self.weights is not None:
             self.weights.refresh()
-        elif fuses(self.view, state):
+        elif fuses(self.view, dtype):
             self.weights = FusedWeights(self.view, dtype)
-        else:
+        elif autocast is not None:
             for own, module in zip(self.view.modules(), modules, strict=True):
                 if isinstance(module, nn.Linear):
                     _convert(own, module, dtype)
@@ -80,8 +91,8 @@ class _Recorded:
 class Recordings:
     """Graphs of a model's evaluations, valid as long as its weights stay at their addresses.
 
-    Graphs read the weights where they are: a value that is kept serves all evaluations of a training run. In bfloat16
-    they read copies of the linear layers' weights, which are made once for each evaluation.
+    A value that is kept serves all evaluations of a training run: graphs read the weights where they are, or copies of
+    the matrices, padded or in bfloat16, which are made once for each evaluation.
     """
 
     def __init__(self) -> None:
@@ -130,8 +141,8 @@ class Recordings:
                 torch.cuda.synchronize()  # a graph must not be destroyed while it runs
             self._recorded = None if hooked else _Recorded(evaluation_view(model))
         self._fixed, self._evaluation = fixed, (held.frozen, *settings)
-        if self._recorded is not None and held.autocast is not None:
-            self._recorded.convert(modules, held.autocast, state)
+        if self._recorded is not None:
+            self._recorded.convert(modules, held.autocast)
         return self._recorded
 
 

@@ -134,7 +134,8 @@ class RelativeMultiHeadAttention(nn.Module):
         # The products of `before`, the memory, are computed separately: a product of both would keep a copy of both for
         # the backward pass, and compute gradients for memory, which are not needed.
         parts = [context] if before is None or before.shape[1] == 0 else [before, context]
-        key, value = (torch.cat([project(part) for part in parts], dim=1) for project in (self.k_proj, self.v_proj))
+        both = [[project(part) for part in parts] for project in (self.k_proj, self.v_proj)]
+        key, value = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1) for rows in both)
         return self._heads(key, self.k_norm), self._heads(value)
 
     def position(self, r: Float[Tensor, "S E"] | Int64[Tensor, " S"]) -> Float[Tensor, "S H D"]:
