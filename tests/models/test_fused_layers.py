@@ -117,6 +117,16 @@ def test_in_bfloat16_the_layers_are_as_near_to_float32_as_the_modules(norms, dev
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_weight_gradients_of_groups_of_layers_are_the_same(device, monkeypatch):
+    model = built(dataclasses.replace(TINY, n_layer=3), device)
+    state, hidden = memory_of(model, SEGMENTS["memory"], device), torch.randn(3, 6, TINY.d_model).to(device)
+    expected = passes(model, hidden, state, fused=False)
+    for limit in (0, 32_000):  # one layer at a time; two, and then the third
+        monkeypatch.setattr(fused_layers, "_KEPT_GRADIENTS", limit)
+        check_equal(passes(model, hidden, state, fused=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
 def test_locked_dropout_multiplies_by_one_mask_a_lane(norms, device, monkeypatch):
     dropouts = {"dropout": 0.3, "dropout_qkv": 0.2, "dropout_inner": 0.4, "locked_dropout": True, "dropout_r": 0.0}

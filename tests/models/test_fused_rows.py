@@ -148,10 +148,10 @@ def test_residual_and_norm(sizes, kind, biased, dtype, device):
         grads = torch.autograd.grad(expected, leaves, above, retain_graph=True)
         partial = torch.empty(n_program(n_row), 2, 3, width, device=device)[:, 1]
         saved = found if given == "both" else (found.sum, found.mean, found.rstd)
-        to_residual, to_update = fused_rows.residual_norm_backward(
-            grad_hidden, grad_low, saved, gamma, drop, partial, true, dtype
+        to_update = torch.empty(n_row, width, dtype=dtype, device=device)
+        to_residual = fused_rows.residual_norm_backward(
+            grad_hidden, grad_low, saved, gamma, drop, partial, true, to_update
         )
-        assert to_update.dtype == dtype
         assert_near(to_residual, grads[0], torch.float32)
         assert_near(to_update, grads[1], dtype)
         sums = partial.double().sum(0)
@@ -185,8 +185,9 @@ def test_pre_norm_adds_to_the_stream_and_normalises_for_the_next_sub_layer(sizes
         total += (low * grad_low[:, :true].double()).sum()
     grads = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
     partial = torch.empty(n_program(n_row) + 1, 3, width, device=device)  # the last program has no rows
-    to_residual, to_update = fused_rows.residual_norm_backward(
-        grad, grad_low, found, gamma if normed else None, drop, partial, true, dtype, pre_norm=True
+    to_update = torch.empty(n_row, width, dtype=dtype, device=device)
+    to_residual = fused_rows.residual_norm_backward(
+        grad, grad_low, found, gamma if normed else None, drop, partial, true, to_update, pre_norm=True
     )
     assert_near(to_residual, grads[0], torch.float32)
     assert_near(to_update, grads[1], dtype)
@@ -284,7 +285,7 @@ def test_queries(sizes, masked, dtype, device):
 
     grads = torch.autograd.grad(expected, leaves, [true(grad_u), true(grad_v)])
     partial = torch.empty(n_program(n_row), 2, n_head * head, device=device)
-    grad_query = fused_rows.queries_backward(grad_u, grad_v, masks, values[1], n_head, partial)
+    grad_query = fused_rows.queries_backward(grad_u, grad_v, masks, values[1], n_head, partial, torch.empty_like(query))
     assert_near(grad_query.unflatten(-1, (n_head, head)), grads[0], dtype)
     for sum_of_programs, grad in zip(partial.double().sum(0), grads[1:], strict=True):
         assert_near(sum_of_programs.unflatten(-1, (n_head, head)), grad, torch.float32)

@@ -89,11 +89,11 @@ def launched(monkeypatch):
         for launches.kind in ("", ", pre-norm"):
             given = vector, after, norm, d_model, None, launches.kind != ""
             saved = fused_rows.residual_norm(rows, low(N, wide), *given)
-            given = saved, vector, after, partial, d_model, None, launches.kind != ""
+            given = saved, vector, after, partial, d_model, low(N, wide), launches.kind != ""
             fused_rows.residual_norm_backward(rows, low(N, wide), *given)
         launches.kind = ", last"
         saved = fused_rows.residual_norm(rows, low(N, wide), vector, after, None, d_model, None, True)
-        fused_rows.residual_norm_backward(rows, None, saved, None, after, partial, d_model, torch.bfloat16, True)
+        fused_rows.residual_norm_backward(rows, None, saved, None, after, partial, d_model, low(N, wide), True)
         launches.kind = ", memory"
         saved = fused_rows.residual_norm(rows, None, None, None, norm, d_model, low(N, wide), True)
         fused_rows.norm_sums(low(N, wide), saved, vector, partial)
@@ -106,7 +106,7 @@ def launched(monkeypatch):
         masks = QueryMasks(lanes, lanes, float32(width), lanes) if is_locked else None
         fused_rows.queries(low(N, width), u, u, masks, value, n_head)
         partial = float32(n_program(N), 2, width)
-        fused_rows.queries_backward(low(N, width), low(N, width), masks, value, n_head, partial)
+        fused_rows.queries_backward(low(N, width), low(N, width), masks, value, n_head, partial, low(N, width))
         key, gains = value.flatten(0, 1)[:, None], float32(1, d_head)
         fused_rows.head_norm(key, gains, 1e-5)
         fused_rows.head_norm_backward(key, key, gains, 1e-5, float32(n_program(N), 1, head))

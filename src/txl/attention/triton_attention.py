@@ -207,6 +207,7 @@ def attend(
     value: Float[Tensor, "S B H D"],
     position: Float[Tensor, "S H D"],
     call: AttentionCall,
+    out: Float[Tensor, "T B H D"] | None = None,
 ) -> tuple[Float[Tensor, "T B H D"], Float[Tensor, "B H T"]]:
     """Return outputs, and log-sum-exps to base 2 in float32; capturable in a CUDA graph.
 
@@ -215,11 +216,12 @@ def attend(
         key, value: any strides, but 1 in the last dimension.
         position: W_kR R, farthest distance first, with strides as for keys.
         call: what the operands mean.
+        out: where to write the outputs; None: a new tensor.
 
     Keys, values and positions may have more than S rows.
     """
     n_query, n_lane, n_head, _ = query_u.shape
-    out = torch.empty_like(query_u)
+    out = torch.empty_like(query_u) if out is None else out
     lse = query_u.new_empty(n_lane, n_head, n_query, dtype=torch.float32)
     tensors = {"query_u": query_u, "query_v": query_v, "key": key, "value": value, "position": position}
     call.launch("forward_kernel", (n_query, n_head, n_lane), {**tensors, "out": out, "lse": lse})

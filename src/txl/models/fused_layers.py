@@ -36,6 +36,9 @@ from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Dropped, Norm, Normed, QueryMasks
 from txl.models.memory import Memory
 
+# Bytes of gradients that are kept for the gradients of several layers' weights: those of small layers, which fill a
+# fraction of a GPU, are computed together.
+_KEPT_GRADIENTS = 256 * 2**20
 _MULTIPLE = 16  # widths of the padded copies: 32 bytes in bfloat16; heads of this multiple also serve Triton's loads
 
 
@@ -121,10 +124,8 @@ class _Kept(NamedTuple):
     query_v: Tensor
     keys_values: Tensor  # [S,B,H,2,D'], keys before `qk_norm`
     key: Tensor  # [S,B,H,D']
-    attended: Tensor  # [T,B,H,D']
     lse: Tensor
     attention_norm: Normed  # after the addition of attention's output
-    relu: Tensor  # [N,I'], after dropout
     outer_norm: Normed  # after the addition of the feed-forward's output
 
 
@@ -285,6 +286,9 @@ class _Run:
         self.projected = self.positions = positions
         if self.gains:
             self.positions = fused_rows.head_norm(positions, self.gains[2][0], config.layer_norm_eps)
+        # Inputs of W_o, W_1 and W_2.
+        self.attended = self._empty(self.n_layer, self.n_new, self.n_lane, self.n_head, self.d_head)
+        self.normed, self.relu = (self._empty(self.n_layer, n_row, size) for size in (width, self.d_inner))
         inputs = []
         for layer in range(self.n_layer):
             inputs.append(rows)
@@ -299,22 +303,23 @@ class _Run:
             u, v = self.biases[layer % len(self.biases)]
             queries = fused_rows.queries(query.view(n_row, -1), u, v, self.masks[layer], value, self.n_head)
             query_u, query_v = (rows.view(self.n_new, self.n_lane, self.n_head, self.d_head) for rows in queries)
-            attended, lse = attend(query_u, query_v, key, value, self.positions[:, layer], self._call(layer))
+            position, attended = self.positions[:, layer], self.attended[layer]
+            _, lse = attend(query_u, query_v, key, value, position, self._call(layer), attended)
             update = attended.view(n_row, -1) @ w_output[layer].t()
             after_attention, after_feed_forward = self.norms[2 * layer + config.pre_norm :][:2]
             first = fused_rows.residual_norm(
-                rows, update, None, after_output, after_attention, config.d_model, pre_norm=config.pre_norm
+                rows, update, None, after_output, after_attention, config.d_model, self.normed[layer], config.pre_norm
             )
-            assert first.low is not None
-            relu = fused_rows.relu_bias(first.low @ w_inner[layer].t(), inner_bias, after_relu)
+            relu = torch.mm(self.normed[layer], w_inner[layer].t(), out=self.relu[layer])
+            fused_rows.relu_bias(relu, inner_bias, after_relu)
             second = fused_rows.residual_norm(
                 first.stream, relu @ w_outer[layer].t(), outer_bias, after_outer, after_feed_forward, config.d_model,
                 self.context[layer + 1, segment].view(n_row, width), config.pre_norm,
             )  # fmt: skip
             rows = second.stream
-            first, second = first._replace(hidden=None), second._replace(hidden=None, low=None)
-            kept = projected if self.gains else None, query_u, query_v, both, key, attended, lse
-            self.kept.append(_Kept(*kept, first, relu, second))
+            first, second = (normed._replace(hidden=None, low=None) for normed in (first, second))
+            kept = projected if self.gains else None, query_u, query_v, both, key, lse
+            self.kept.append(_Kept(*kept, first, second))
         return tuple(self._batch_first(rows) for rows in (rows, *inputs))
 
     def _normed(self, rows: Float[Tensor, "N W"], layer: int, part: slice) -> Normed:
@@ -338,7 +343,6 @@ class _Run:
         rows, low = self._time_major(grad), None
         w_query, w_both, _, w_output, w_inner, w_outer = self.weights
         grads, views = self._blank()
-        g_query, g_both, g_position, g_output, g_inner, g_outer = grads
         grad_positions = torch.empty_like(self.positions)
         # Sums over the rows of each program of a kernel; one reduction for all layers follows. Those of norms: of each
         # in the order of `norms`, then of memory's rows in each layer.
@@ -351,59 +355,74 @@ class _Run:
         n_program = fused_rows.n_program(self.n_key * self.n_lane)
         of_gains = self._empty(len(self.gains), self.n_layer, n_program, self.d_head, dtype=torch.float32)
 
-        def of_norm(at: int, saved: Normed, dropout: Dropped) -> tuple[Tensor, Tensor]:
+        # Gradients of the outputs of W_q, of W_k and W_v, of W_o, W_1 and W_2, for a group of layers.
+        sizes = [(n_row, self.d_attention), (self.n_padded * self.n_lane, 2 * self.d_attention), (n_row, width)]
+        sizes += [(n_row, self.d_inner), (n_row, width)]
+        of_layer = self.context.element_size() * sum(rows * size for rows, size in sizes)
+        n_group = min(self.n_layer, max(1, _KEPT_GRADIENTS // of_layer))
+        of_group = [self._empty(n_group, *size) for size in sizes]
+
+        def of_norm(at: int, saved: Normed, dropout: Dropped, update: Tensor) -> Tensor:
             norm = self.norms[at]
             gain = None if norm is None else norm.gamma
             return fused_rows.residual_norm_backward(
-                rows, low, saved, gain, dropout, of_norms[at], config.d_model, self.plan.dtype, pre_norm
+                rows, low, saved, gain, dropout, of_norms[at], config.d_model, update, pre_norm
             )
 
         for layer in reversed(range(self.n_layer)):
             kept = self.kept.pop()
             after_output, after_relu, after_outer = self.drops[layer]
-            rows, update = of_norm(2 * layer + 1 + pre_norm, kept.outer_norm, after_outer)
-            torch.mm(update.t(), kept.relu, out=g_outer[layer])
+            query, both, output, inner, outer = (grads[layer % n_group] for grads in of_group)
+            rows = of_norm(2 * layer + 1 + pre_norm, kept.outer_norm, after_outer, outer)
+            torch.mm(outer, w_outer[layer], out=inner)
             factor = self.inner_factor if after_relu is not None else 1.0
-            inner = fused_rows.relu_bias_backward(update @ w_outer[layer], kept.relu, factor, of_inner[layer])
-            assert kept.attention_norm.low is not None
-            torch.mm(inner.t(), kept.attention_norm.low, out=g_inner[layer])
+            fused_rows.relu_bias_backward(inner, self.relu[layer], factor, of_inner[layer])
             low = inner @ w_inner[layer]
-            rows, update = of_norm(2 * layer + pre_norm, kept.attention_norm, after_output)
-            torch.mm(update.t(), kept.attended.view(n_row, -1), out=g_output[layer])
-            above, both = (update @ w_output[layer]).view(kept.attended.shape), torch.empty_like(kept.keys_values)
-            key, value = both.unbind(3)
+            rows = of_norm(2 * layer + pre_norm, kept.attention_norm, after_output, output)
+            above = (output @ w_output[layer]).view(kept.query_u.shape)
+            key, value = both.view(kept.keys_values.shape).unbind(3)
             grad_u, grad_v = attend_backward(
-                above, kept.attended, kept.lse, kept.query_u, kept.query_v,
+                above, self.attended[layer], kept.lse, kept.query_u, kept.query_v,
                 kept.key, kept.keys_values[..., 1, :], self.positions[:, layer], self._call(layer),
                 key, value, grad_positions[:, layer],
             )  # fmt: skip
-            query = fused_rows.queries_backward(
-                grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], value, self.n_head, of_biases[layer]
-            )
+            fused_rows.queries_backward(
+                grad_u.view(n_row, -1), grad_v.view(n_row, -1), self.masks[layer], value, self.n_head,
+                of_biases[layer], query,
+            )  # fmt: skip
             if kept.query is not None:
                 for kind, (of, before) in enumerate(((query, kept.query), (key, kept.keys_values[..., 0, :]))):
                     fused_rows.head_norm_backward(
                         self._by_head(of), self._by_head(before), self.gains[kind][layer], config.layer_norm_eps,
                         of_gains[kind, layer, :, None],
                     )  # fmt: skip
-            context, both = self.context[layer].view(-1, width), both.view(self.n_padded * self.n_lane, -1)
             end = self.n_key * self.n_lane
             start = end - n_row
-            torch.mm(query.t(), context[start:end], out=g_query[layer])
-            torch.mm(both.t(), context, out=g_both[layer])
             low = both[start - self.n_before : end] @ w_both[layer]
             before, low = low[:-n_row], low[-n_row:].addmm_(query, w_query[layer])
             if self.before:
                 gain = self.vectors[layer][0]
                 fused_rows.norm_sums(before, self.before[layer], gain, of_norms[len(self.norms) + layer])
+            if layer % n_group == 0:
+                self._weight_gradients(slice(layer, min(layer + n_group, self.n_layer)), of_group, grads)
         if self.gains:
             fused_rows.head_norm_backward(
                 grad_positions, self.projected, self.gains[2][0], config.layer_norm_eps, of_gains[2].transpose(0, 1)
             )
-        torch.mm(grad_positions.view(self.n_padded, -1).t(), self.r, out=g_position)
+        torch.mm(grad_positions.view(self.n_padded, -1).t(), self.r, out=grads[2])
         assert low is not None
-        rows = of_norm(0, self.first, None)[0] if pre_norm else rows + low
+        rows = of_norm(0, self.first, None, of_group[2][0]) if pre_norm else rows + low
         return self._batch_first(rows), self._parameter_gradients(views, of_norms, of_inner, of_biases, of_gains)
+
+    def _weight_gradients(self, layers: slice, of_outputs: list[Tensor], grads: list[Tensor]) -> None:
+        """Compute the gradients of the matrices of a group of layers, but for W_kR."""
+        context = self.context[layers].flatten(1, 2)
+        segment = context[:, self.memory * self.n_lane : self.n_key * self.n_lane]
+        attended = self.attended[layers].view(len(context), self.n_row, -1)
+        inputs = segment, context, attended, self.normed[layers], self.relu[layers]
+        of_query, of_both, _, *of_others = grads
+        for of_output, rows, grad in zip(of_outputs, inputs, (of_query, of_both, *of_others), strict=True):
+            torch.bmm(of_output[: len(rows)].mT, rows, out=grad[layers])
 
     def _parameter_gradients(
         self, views: list[Tensor], of_norms: Tensor, of_inner: Tensor, of_biases: Tensor, of_gains: Tensor

@@ -156,10 +156,10 @@ def residual_norm_backward(
     dropout: Dropped,
     partial: Float[Tensor, "P 3 W"],
     d_model: int,
-    dtype: torch.dtype | None = None,
+    grad_update: Float[Tensor, "N W"],
     pre_norm: bool = False,
-) -> tuple[Float[Tensor, "N W"], Float[Tensor, "N W"]]:
-    """Return the gradients of residual, in float32, and of update, in the dtype of products.
+) -> Float[Tensor, "N W"]:
+    """Return the gradient of residual, in float32.
 
     Args:
         grad, grad_low: gradients of `Normed.stream` and of `Normed.low`; None: zero.
@@ -168,20 +168,17 @@ def residual_norm_backward(
         dropout, d_model, pre_norm: as given to `residual_norm`.
         partial: output in float32, any strides but 1 in the last dimension: sums over the rows of each program of the
             gradients of gamma, beta and bias. Without a LayerNorm, the first two are zeros.
-        dtype: that of update, if there is no `grad_low`.
+        grad_update: where to write the gradient of update, in the dtype of products.
     """
-    dtype = dtype if grad_low is None else grad_low.dtype
-    assert dtype is not None, "without grad_low, the dtype of the gradient of update must be given"
     assert (gamma is None) == (grad_low is None) or not pre_norm
     # Without a LayerNorm the gradient of residual is that of the sum, and is not written.
     grad_residual = None if gamma is None else torch.empty_like(saved[-3])
-    grad_update = torch.empty_like(saved[-3], dtype=dtype)
     grads = (None, grad_low, grad) if pre_norm else (grad, grad_low, None)
     _residual_norm_backward(grads, saved, gamma, dropout, partial, d_model, (grad_residual, grad_update))
     if grad_residual is None:
         assert grad is not None
-        return grad, grad_update
-    return grad_residual, grad_update
+        return grad
+    return grad_residual
 
 
 def norm_sums(
@@ -280,17 +277,18 @@ def queries_backward(
     grad_value: Float[Tensor, "S B H W"],
     n_head: int,
     partial: Float[Tensor, "P 2 A"],
+    grad_query: Float[Tensor, "N A"],
 ) -> Float[Tensor, "N A"]:
     """Return the gradient of query, m_q (m_k grad_query_u + m_r grad_query_v); multiply `grad_value` by m_v in place.
 
     Args:
         partial: output in float32: sums over the rows of each program of the gradients of u and v. Columns after the
             true width of a head are zero if those of the given gradients are.
+        grad_query: where to write the result.
         others: as in `queries`.
     """
     _check(grad_query_u, grad_query_v, *(masks or ()))
     n_row, width = grad_query_u.shape
-    grad_query = torch.empty_like(grad_query_u)
     assert partial.shape == (n_program(n_row), 2, width)
     _kernels().queries_backward_kernel[_grid(n_row, width, SUMS)](
         grad_u=grad_query_u, grad_v=grad_query_v, grad_value=grad_value, grad_query=grad_query, n_row=n_row,
