@@ -32,7 +32,7 @@ from txl.training.step import StepInputs, training_step
 SOURCE = Path(txl.__file__).parent
 # Operators of a layer (of `stdlib-bpe` with pre-norm and qk_norm), and of all else in a step with Adam: embedding, loss,
 # clip, optimiser, memory, and for `ptb` the average.
-MOST = {"ptb": (32, 137), "enwik8-12L": (32, 106), "stdlib-bpe": (38, 103)}
+MOST = {"ptb": (27, 142), "enwik8-12L": (27, 111), "stdlib-bpe": (33, 108)}
 WIDTHS = {"ptb": {"d_model": 38, "n_head": 2, "d_head": 19, "d_inner": 71, "mem_len": 7}}
 WIDTHS["enwik8-12L"] = WIDTHS["stdlib-bpe"] = {"d_model": 64, "n_head": 2, "d_head": 32, "d_inner": 96, "mem_len": 8}
 V = 50
