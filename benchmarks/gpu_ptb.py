@@ -180,9 +180,13 @@ def test(run: RunConfig, folder: Path, given: argparse.Namespace, device: str, r
     most = 500 if given.rehearse else None
     size = min(len(corpus.tokens("test")), most or 10**9)
     common = {"segment": settings.segment, **settings.lengths.options()}
-    began = time.monotonic()
-    txl.evaluate(model, corpus.tokens("test"), batch_size=1, max_tokens=min(size, 2000), **common)
-    guess = (time.monotonic() - began) * size / min(size, 2000)
+    # Two lengths, because recording the steps takes as long as thousands of tokens.
+    few, more = (min(size, count) for count in (2000, 6000))
+    seconds = [
+        txl.evaluate(model, corpus.tokens("test"), batch_size=1, max_tokens=count, **common).seconds
+        for count in (few, few, more)
+    ]
+    guess = seconds[2] + (size - more) * max(0.0, seconds[2] - seconds[1]) / max(1, more - few)
     results: Figures = {}
 
     def score(split: str, temperature: float) -> None:
