@@ -124,7 +124,6 @@ def rows() -> list[Row]:
         _train(4, "enwik8-12L", "shifted", "captured", dtype="float32"),
         _train(16, "enwik8-12L", "triton", "captured", dtype="float32"),
         _train(4, "enwik8-12L", "triton", "captured", dropout=True),
-        _train(9, "enwik8-12L", "flex", "eager"),
         _train(2, "stdlib-bpe", "triton", "eager"),
         *(
             _train(15, preset, attention, "eager")

@@ -80,8 +80,8 @@ class Bench:
         return run
 
     def attention(self, name: Any, mode: str = "eager") -> Any:
-        """Return the attention to measure; the rehearsal substitutes `shifted` for attentions that need a GPU."""
-        if not self.rehearsed or name not in ("triton", "flex"):
+        """Return the attention to measure; the rehearsal substitutes `shifted` for `triton`, which needs a GPU."""
+        if not self.rehearsed or name != "triton":
             return name
         if "compiled" in mode:
             raise UserError(f"not rehearsed: {name} needs a GPU, and shifted's layers are compiled in another row")

@@ -11,24 +11,24 @@ from typing import get_args
 import pytest
 import torch
 from tests.conftest import small_run
-from tests.models.test_contract import SMALL, B, lively, nll_in_segments, stream
+from tests.models.test_contract import SMALL, B, lively, stream
 
 from txl import devices
 from txl.attention import BACKENDS, AttentionRefused, attention_backend, attention_note
 from txl.attention.backends import FASTEST_CAPTURED
 from txl.cli import main
 from txl.config import AttentionName
+from txl.config.transformer_xl import FORMER_ATTENTIONS
 from txl.errors import UserError
 from txl.models import build_model
 from txl.models.transformer_xl import TransformerXL
 from txl.native.build import compiled_code, why_not
 
 PLAIN = dataclasses.replace(SMALL, dropout=0.0, dropatt=0.0)
-"""A configuration that `flex` supports."""
 
 
 def test_every_name_of_the_configuration_is_a_backend():
-    assert set(get_args(AttentionName)) == {"auto", "fastest", "factorised", *BACKENDS}
+    assert set(get_args(AttentionName)) == {"auto", "fastest", *FORMER_ATTENTIONS, *BACKENDS}
 
 
 @pytest.mark.parametrize("device", [None, "cpu", "cuda", "cuda:1", "mps"])
@@ -53,12 +53,13 @@ def test_compiled_attention_is_refused_where_compiled_code_is_forbidden():
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of which `triton`'s rival was measured in bfloat16 alone."""
+    """A GPU on which `triton` was measured in bfloat16 alone, for heads of up to 256 features."""
     monkeypatch.setattr(devices, "compute_capability", lambda device: (8, 9) if device == "cuda:0" else None)
-    monkeypatch.setitem(FASTEST_CAPTURED, ((8, 9), torch.bfloat16), "flex")
+    monkeypatch.setitem(FASTEST_CAPTURED, ((8, 9), torch.bfloat16), "triton")
 
     def obstacle(*asked):
-        return None if asked[2] in (torch.float32, torch.bfloat16) else "cannot train in it"
+        fits = asked[0].d_head <= 256 and asked[2] in (None, torch.float32, torch.bfloat16)
+        return None if fits else "cannot train it"
 
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], obstacle=obstacle))
 
@@ -67,12 +68,12 @@ def test_recorded_steps_use_what_was_measured_on_the_gpu_and_others_shifted(gpu)
     def chosen(model=PLAIN, device="cuda:0", dtype: torch.dtype | None = torch.bfloat16, captured=True):
         return attention_backend(model, device, dtype, captured).name
 
-    assert chosen() == "flex"
+    assert chosen() == "triton"
     assert chosen(captured=False) == "shifted"
-    assert chosen(SMALL) == "shifted"  # flex has no dropout of attention
+    assert chosen(dataclasses.replace(PLAIN, d_head=258)) == "shifted"
     assert chosen(device="cpu") == chosen(dtype=torch.float32) == chosen(dtype=None) == "shifted"
     low = torch.bfloat16
-    assert TransformerXL.for_captured_steps(PLAIN, "cuda:0", low) == dataclasses.replace(PLAIN, attention="flex")
+    assert TransformerXL.for_captured_steps(PLAIN, "cuda:0", low) == dataclasses.replace(PLAIN, attention="triton")
     named = dataclasses.replace(PLAIN, attention="reference")
     assert TransformerXL.for_captured_steps(named, "cuda:0", low) == named
 
@@ -88,59 +89,21 @@ def test_a_note_tells_where_nothing_was_measured(gpu):
     assert attention_note(dataclasses.replace(PLAIN, attention="shifted"), "cuda:0", torch.float32) is None
 
 
-def test_factorised_is_a_name_for_auto_and_says_so():
-    model = dataclasses.replace(SMALL, attention="factorised", clamp_len=3, dropatt=0.1)
+@pytest.mark.parametrize("name", FORMER_ATTENTIONS)
+def test_the_name_of_a_former_backend_means_auto_and_says_so(name):
+    model = dataclasses.replace(SMALL, attention=name, clamp_len=3, dropatt=0.1)
     built = build_model(model, 7)
     assert isinstance(built, TransformerXL)
     assert built.attention_name == "shifted"
-    assert "factorised" in (built.attention_note or "")
+    assert name in (built.attention_note or "")
     assert model.with_attention("triton").attention == "triton"  # a resumed run keeps what its log names
 
 
 def test_an_unknown_name_is_refused():
     unknown = dataclasses.replace(PLAIN)
     unknown.attention = "flash"  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(
-        UserError, match=r"flash; expected one of auto, fastest, .*reference, shifted, compiled, triton, flex"
-    ):
+    with pytest.raises(UserError, match=r"flash; expected one of auto, fastest, reference, shifted, compiled, triton$"):
         attention_backend(unknown)
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"dropout": 0.1}, "model.dropout_r is 0.1"),
-        ({"dropout_r": 0.2}, "model.dropout_r is 0.2"),
-        ({"dropout_qkv": 0.2}, "model.dropout_qkv is 0.2"),
-        ({"dropatt": 0.3}, "model.dropatt is 0.3"),
-        ({"clamp_len": 0}, "clamp_len is 0"),
-        ({"qk_norm": True}, "model.qk_norm is true"),
-        ({"encoding": "shaw"}, "model.encoding is shaw"),
-    ],
-)
-def test_flex_says_what_it_cannot_do(changes, field):
-    model = dataclasses.replace(PLAIN, attention="flex", **changes)
-    with pytest.raises(UserError, match=rf"flex .*{field}.*shifted"):
-        build_model(model, 7)
-    for other in ("reference", "shifted", "auto"):
-        build_model(dataclasses.replace(model, attention=other), 7)
-    allowed = dataclasses.replace(PLAIN, dropout=0.1, dropout_r=0.0)
-    assert BACKENDS["flex"].refusal(allowed) is None  # dropout elsewhere
-    assert "torch.float64" in str(BACKENDS["flex"].refusal(PLAIN, "cuda", torch.float64))
-
-
-def test_flex_attention_trains_on_a_gpu_alone_but_is_read_everywhere():
-    config = dataclasses.replace(PLAIN, attention="flex")
-    assert attention_backend(config, "cuda:0").name == "flex"
-    with pytest.raises(UserError, match="flex cannot train on cpu, only on cuda"):
-        attention_backend(config, "cpu")
-    flex, shifted = lively(config), lively(PLAIN)
-    tokens, targets = stream()
-    with torch.no_grad():
-        found, _ = nll_in_segments(flex, tokens, targets, 8)
-        assert torch.equal(found, nll_in_segments(shifted, tokens, targets, 8)[0])
-    with pytest.raises(UserError, match="cannot train on cpu"):
-        flex.train().training_loss(tokens, targets, flex.init_state(B))
 
 
 @pytest.mark.skipif(why_not() is not None, reason=f"no compiled library: {why_not()}")
@@ -170,11 +133,10 @@ def test_compiled_attention_trains_the_same_model(changes, dtype):
 
 def test_a_refusal_on_the_command_line_is_one_line_and_writes_nothing(story, tmp_path, capsys):
     out = tmp_path / "run"
-    words = ["train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(story), "--model.attention", "flex"]
-    for rate, reason in (("0.1", "no dropout on R"), ("0", "flex cannot train on cpu")):
-        assert main([*words, "--model.dropout", rate, "--device", "cpu"]) == 2
-        (error,) = capsys.readouterr().err.strip().splitlines()
-        assert reason in error
+    words = ["train", "stdlib-tiny", "--out", str(out), "--data.corpus", str(story), "--model.attention", "triton"]
+    assert main([*words, "--device", "cpu"]) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
+    assert "triton cannot train on cpu" in error
     assert not out.exists()
 
 
@@ -224,4 +186,4 @@ def test_the_documentation_says_what_the_declarations_say():
         where = "everything"
         if each.device is not None:
             where = f"{each.device.upper()}, float32 and bfloat16"
-        assert told[name] == [where, *3 * ["no" if each.factorises else "yes"]]
+        assert told[name] == [where]

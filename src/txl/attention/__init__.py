@@ -6,7 +6,6 @@
 | training, `shifted` (`auto`, except on some GPUs) | `shifted_attention` | `shifted.py` |
 | training, `compiled` (`fastest` on a CPU) | `compiled_attention` | `backends.py`, `native/attention.py` |
 | training and segments on an NVIDIA GPU, `triton` | `triton_attention` | `triton_attention.py`, `triton_kernels.py` |
-| training on an NVIDIA GPU, `flex` | `SegmentPhases.attend` | `flex.py` |
 | segments without gradients, CPU with a compiler | `reading_attention` | `native/attention.py`, `attend.cpp` |
 | other segments without gradients (CUDA, fewer than 8 queries) | `shifted_attention` | `shifted.py` |
 | one token without gradients on a CPU with a compiler | `_read_token` | `models/transformer_xl.py`, `decode.cpp` |

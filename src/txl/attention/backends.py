@@ -18,6 +18,7 @@ from txl.attention.equations import AttentionRefused, KeyScope, Operands, refere
 from txl.attention.shifted import shifted_attention
 from txl.attention.triton_attention import triton_attention, why_not_triton
 from txl.config import TransformerXLConfig
+from txl.config.transformer_xl import FORMER_ATTENTIONS
 from txl.errors import UserError
 from txl.native.attention import reading_attention, training_attention, why_not_training
 from txl.native.tensors import transforms_are_active
@@ -84,15 +85,12 @@ Obstacle = Callable[[TransformerXLConfig, str | None, torch.dtype | None], str |
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute A^rel. Every backend supports windows, memories of different lengths and untied biases."""
+    """A way to compute A^rel. Every backend supports every model."""
 
     name: str
-    train: RelativeAttention  # for segments with gradients or dropout; not used in training if `factorises`
+    train: RelativeAttention  # for segments with gradients or dropout
     read: RelativeAttention = attention_without_gradients  # for others, on every device and in every dtype
     device: str | None = None  # the only device type that it trains on, in float32 and bfloat16; None: all and any
-    factorises: bool = False
-    """True: training computes `SegmentPhases.attend` (flex.py), which needs W_kR itself instead of W_kR R. It has no
-    clamp, no dropout of weights or of R, and R must be the sinusoid, not normalised."""
     compiled_step: bool = False  # single tokens may pass through all layers in the compiled library at once
     obstacle: Obstacle | None = None
 
@@ -123,24 +121,6 @@ def _triton_obstacle(model: TransformerXLConfig, device: str | None, dtype: torc
     return why_not_triton(device, dtype, model.d_head) if device else _why_not_dtype(dtype)
 
 
-def _flex_obstacle(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
-    """Return the first option of a model that the factorised form of the scores lacks, or an unsupported device."""
-    options = {
-        "the sinusoid R": ("encoding", model.encoding, "relative"),
-        "W_kR R without a norm": ("qk_norm", str(model.qk_norm).lower(), "false"),
-        "no clamp": ("clamp_len", model.clamp_len, None),
-        "no dropout on attention": ("dropatt", model.dropatt, 0),
-        "no dropout on R": ("dropout_r", model.dropout if model.dropout_r is None else model.dropout_r, 0),
-        "no dropout on W_kR R": ("dropout_qkv", model.dropout_qkv, 0),
-    }
-    for need, (name, value, needed) in options.items():
-        if value != needed:
-            return f"needs {need} (model.{name} is {value})"
-    if device and device.partition(":")[0] != "cuda":
-        return f"cannot train on {device}, only on cuda"
-    return _why_not_dtype(dtype)
-
-
 def _why_not_dtype(dtype: torch.dtype | None) -> str | None:
     is_known = dtype in (None, torch.float32, torch.bfloat16)
     return None if is_known else f"cannot train in {dtype}, only in float32 and bfloat16"
@@ -164,15 +144,8 @@ BACKENDS = {
             compiled_step=True,
             obstacle=_triton_obstacle,
         ),
-        # Plain fused attention over wider heads, by FlexAttention.
-        Backend("flex", shifted_attention, device="cuda", factorises=True, obstacle=_flex_obstacle),
     )
 }
-
-# Backends that are tried in turn, after the one in `FASTEST_CAPTURED`, if any. `shifted` supports every model on every
-# device, and most recorded models were trained with it. Only backends that were measured to be faster may precede it.
-# `factorised` was a backend that no measurement found to be the fastest anywhere; configurations may still name it.
-_CHOICES = {"auto": ("shifted",), "fastest": ("compiled", "shifted"), "factorised": ("shifted",)}
 
 # Fastest backend in a recorded measurement of captured training steps, by compute capability of the GPU and dtype of
 # the matrix products (results/gpu-nvidia-h200.json; an H100 has the same processor). Steps that are not captured wait
@@ -187,20 +160,23 @@ FASTEST_CAPTURED: dict[tuple[tuple[int, int], torch.dtype], str] = {
 def attention_backend(
     model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None, captured: bool = False
 ) -> Backend:
-    """Return the backend of a configuration; for "auto" and "fastest", the first candidate that supports the model.
+    """Return the backend of a configuration; if that leaves the choice open, the first candidate that can train it.
+
+    Before `shifted`, which supports every model on every device, there are only backends that were measured to be
+    faster.
 
     Args:
         device, dtype: device and dtype of the matrix products in training; None: not known yet.
         captured: True if training steps are recorded as CUDA graphs, or are as fast to launch.
     """
-    if model.attention in _CHOICES:
-        names = list(_CHOICES[model.attention])
+    if not model.names_attention:
+        names = ["compiled", "shifted"] if model.attention == "fastest" else ["shifted"]
         kind = devices.compute_capability(device)
         if captured and kind is not None and dtype is not None and (kind, dtype) in FASTEST_CAPTURED:
             names.insert(0, FASTEST_CAPTURED[kind, dtype])
         return next(BACKENDS[name] for name in names if BACKENDS[name].refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
-        names = ", ".join([*_CHOICES, *BACKENDS])
+        names = ", ".join(["auto", "fastest", *BACKENDS])
         raise UserError(field="model.attention", value=model.attention, expected=f"one of {names}")
     backend = BACKENDS[model.attention]
     if (refusal := backend.refusal(model, device)) is not None:
@@ -211,7 +187,7 @@ def attention_backend(
 def untimed_rival(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
     """Return the backend that may be faster than the one that `auto` or `fastest` takes, where neither was timed."""
     kind = devices.compute_capability(device)
-    if model.attention not in _CHOICES or kind is None or dtype is None or (kind, dtype) in FASTEST_CAPTURED:
+    if model.names_attention or kind is None or dtype is None or (kind, dtype) in FASTEST_CAPTURED:
         return None
     return "triton" if BACKENDS["triton"].refusal(model, device, dtype) is None else None
 
@@ -220,8 +196,8 @@ def attention_note(
     model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
 ) -> str | None:
     """Return a message of one line if the choice made by `auto` or `fastest` may be unexpected, else None."""
-    if model.attention == "factorised":
-        return "model.attention factorised exists no more; auto is used"
+    if model.attention in FORMER_ATTENTIONS:
+        return f"model.attention {model.attention} exists no more; auto is used"
     kind, rival = devices.compute_capability(device), untimed_rival(model, device, dtype)
     if kind is not None and rival is not None:
         chosen, gpus = attention_backend(model, device, dtype).name, f"GPUs of compute capability {kind[0]}.{kind[1]}"

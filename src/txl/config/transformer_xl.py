@@ -12,6 +12,8 @@ from txl.config.sections import EvalConfig, Lengths, TrainConfig
 from txl.config.values import ANYTHING, FieldValues, setting, shown
 from txl.errors import UserError
 
+# Backends that no measurement found to be the fastest anywhere. Configurations may still name them, and mean `auto`.
+FORMER_ATTENTIONS = ("factorised", "flex")
 HUGGINGFACE_TYPE = "txl-transformer-xl"  # model type in the library transformers
 AttentionName = Literal["auto", "fastest", "reference", "shifted", "compiled", "triton", "factorised", "flex"]
 
@@ -57,6 +59,11 @@ class TransformerXLConfig(TransformerConfig):
         """All four terms for the paper's encoding; two for that of Shaw et al., which has no u and v."""
         return "abcd" if self.encoding == "relative" else "ab"
 
+    @property
+    def names_attention(self) -> bool:
+        """Whether `attention` names a backend, instead of leaving the choice open."""
+        return self.attention not in ("auto", "fastest", *FORMER_ATTENTIONS)
+
     def weight_settings(self) -> FieldValues:
         """See `ModelConfig.weight_settings`; `max_distance` is included only if distances are learned."""
         settings = super().weight_settings()
@@ -66,8 +73,7 @@ class TransformerXLConfig(TransformerConfig):
 
     def with_attention(self, name: str | None) -> Self:
         """See `ModelConfig.with_attention`; without a name it is `shifted`, the only one before names were logged."""
-        chosen = self.attention not in ("auto", "fastest", "factorised")
-        return dataclasses.replace(self, attention=self.attention if chosen else name or "shifted")
+        return dataclasses.replace(self, attention=self.attention if self.names_attention else name or "shifted")
 
     def longest_distance(self, segment: int) -> int:
         """Return the largest distance from a query to a key that it attends to, in segments of `segment` tokens."""

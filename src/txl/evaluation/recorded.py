@@ -44,7 +44,7 @@ def fuses(view: TransformerXL, dtype: torch.dtype) -> bool:
     """
     config, parameters = view.config, list(view.parameters())
     return (
-        config.attention in ("auto", "fastest", "triton")
+        (config.attention == "triton" or not config.names_attention)
         and config.fusion_obstacle() is None
         and not (config.pre_norm or config.qk_norm)
         and all(type(parameter) is nn.Parameter and parameter.dtype == torch.float32 for parameter in parameters)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from txl.attention import Backend, RelativeAttention, attention_backend, attention_note
 from txl.attention.equations import KeyScope, Operands, distances_farthest_first, sinusoid
-from txl.attention.flex import PhaseTables, SegmentPhases
 from txl.config import Lengths, ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
@@ -77,7 +76,7 @@ class RelativeMultiHeadAttention(nn.Module):
         self,
         hidden: Float[Tensor, "B T E"],
         memory: Float[Tensor, "B M E"],
-        r: Float[Tensor, "S E"] | Int64[Tensor, " S"] | SegmentPhases,
+        r: Float[Tensor, "S E"] | Int64[Tensor, " S"],
         shared_biases: Biases | None,
         scope: KeyScope,
     ) -> Float[Tensor, "B T E"]:
@@ -85,8 +84,7 @@ class RelativeMultiHeadAttention(nn.Module):
 
         Args:
             hidden, memory: h^{n-1}, and SG(m^{n-1}), from which W_k and W_v still get gradients.
-            r: rows R_d, farthest distance first; with learned vectors the distances; in the factorised form the tables
-                that replace R.
+            r: rows R_d, farthest distance first; with learned vectors the distances.
             shared_biases: u and v, if all layers share them.
         """
         # The segment is h, memory m: [SG(m) o h] is never made, because keys and values are projected part by part.
@@ -97,11 +95,8 @@ class RelativeMultiHeadAttention(nn.Module):
         query, (key, value) = self.query(context), self.keys_and_values(context, before)  # of h, and of [SG(m) o h]
         u, v = self.biases(shared_biases)
         # A^rel = (a) q k + (b) q W_kR R + (c) u k + (d) v W_kR R, then Masked-Softmax and the values (Section 3.3).
-        if isinstance(r, SegmentPhases):
-            attended = r.attend(query, key, value, self.r_proj.weight, u, v)
-        else:
-            dropout = self.dropatt if self.training else 0.0
-            attended = self.attend(Operands(query, key, value, self.position(r), u, v), scope, dropout)
+        dropout = self.dropatt if self.training else 0.0
+        attended = self.attend(Operands(query, key, value, self.position(r), u, v), scope, dropout)
         return self.merge(hidden, attended)
 
     def read(
@@ -199,7 +194,6 @@ class TransformerXL(FamilyModel[Memory]):
         self.backend = attention_backend(config, device, dtype)
         self.attention_name = self.backend.name
         self.attention_note = attention_note(config, device, dtype)
-        self.phase_tables = PhaseTables(config.d_model) if self.backend.factorises else None
         self.layers = nn.ModuleList(TransformerXLLayer(config, self.backend) for _ in range(config.n_layer))
         # The paper's u and v are shared by all layers; `untie_r` gives each layer its own, as the authors' code can.
         self.shares_biases = config.encoding == "relative" and not config.untie_r
@@ -275,20 +269,9 @@ class TransformerXL(FamilyModel[Memory]):
 
     def _from_hidden(self, hidden: Tensor, state: Memory) -> tuple[Tensor, Memory]:
         """Compute h^N and the next memory from h^0 [B,T,E] and the hidden states of memory, as in Section 3.3."""
-        (n_lane, n_new, _), device, scope = hidden.shape, hidden.device, state.scope()
-        if self.phase_tables is None:  # R for all distances
-            distances = distances_farthest_first(state.length + n_new, state.lengths.clamp_len, device)
-            r = self._encoded(distances, hidden.dtype)
-        else:  # the factorised form: tables that replace R
-            autocast = torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
-            # The state may have another clamp than the configuration.
-            here = dataclasses.replace(self.config, clamp_len=state.lengths.clamp_len)
-            if (refusal := self.backend.refusal(here, str(device), dtype)) is not None:
-                raise refusal
-            r = self.phase_tables.phases(scope, n_new, n_lane, state.capacity, dtype, device)
+        n_key, clamp_len, scope = state.length + hidden.shape[1], state.lengths.clamp_len, state.scope()
+        r = self._encoded(distances_farthest_first(n_key, clamp_len, hidden.device), hidden.dtype)
         if hidden.is_cuda and self.training and torch.is_grad_enabled() and self.why_not_fused(state) is None:
-            assert isinstance(r, Tensor)
             biases = self._shared_biases() or [bias for attention in self.attentions for bias in attention.biases(None)]
             hidden, layer_inputs = fused_hidden_states(self.config, [*self.layers], biases, hidden, state, r)
             return hidden, state.after_hidden(layer_inputs)

@@ -85,10 +85,9 @@ def estimate(run: RunConfig, vocab_size: int, device: str | None = None) -> Cost
     parameters = parameters_by_part(model)
     total = sum(parameters.values())
     if model.attention_name in BACKENDS:
-        # A backend that a CPU can trace, and that keeps as much: neither `compiled` nor `triton` keeps scores, and
-        # FlexAttention has no gradients on a CPU.
+        # A backend that a CPU can trace, and that keeps as much: neither `compiled` nor `triton` keeps scores.
         compiled = "compiled" if why_not_training("cpu", torch.float32) is None else "shifted"
-        stand_ins = {"compiled": compiled, "triton": compiled, "flex": "shifted"}
+        stand_ins = {"compiled": compiled, "triton": compiled}
         attention = stand_ins.get(model.attention_name, model.attention_name)
         shape = dataclasses.replace(shape, attention=attention)  # pyright: ignore[reportCallIssue] (has backends)
     with torch.random.fork_rng(devices=[]):
