@@ -61,7 +61,7 @@ class TransformerXLConfig(TransformerConfig):
 
     @property
     def names_attention(self) -> bool:
-        """Whether `attention` names a backend, instead of leaving the choice open."""
+        """True if `attention` names a backend, instead of leaving the choice open."""
         return self.attention not in ("auto", "fastest", *FORMER_ATTENTIONS)
 
     def weight_settings(self) -> FieldValues:
