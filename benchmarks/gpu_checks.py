@@ -24,7 +24,6 @@ from txl.evaluation.stream import Settings
 from txl.models import build_model
 from txl.models.family import FamilyModel
 from txl.models.loss import Objective
-from txl.models.transformer_xl import TransformerXL
 from txl.runs.directory import RunDirectory
 from txl.training.compilation import CapturedStep
 from txl.training.optimisers import build_optimizer
@@ -189,10 +188,8 @@ def evaluation(bench: Bench) -> Figures:
     """
     run = txl.preset("ptb")
     shape: ModelConfig = bench.run("ptb").model if bench.rehearsed else run.model
-    if not bench.rehearsed:
-        shape = TransformerXL.for_captured_steps(shape, bench.device, torch.bfloat16)
     torch.manual_seed(0)
-    model = build_model(shape, bench.vocabulary("ptb"), bench.device).to(bench.device)
+    model = build_model(shape, bench.vocabulary("ptb"), bench.device, torch.bfloat16).to(bench.device)
     whole = 2_000 if bench.rehearsed else 73_760
     tokens = ranked_tokens(model.vocab_size, 1, whole)[0].numpy()
     segment = run.eval.segment

@@ -15,7 +15,7 @@ from tests.models.test_contract import SMALL, B, lively, stream
 
 from txl import devices
 from txl.attention import BACKENDS, AttentionRefused, attention_backend, attention_note
-from txl.attention.backends import FASTEST_CAPTURED
+from txl.attention.backends import FASTEST_ON_GPU
 from txl.cli import main
 from txl.config import AttentionName
 from txl.config.transformer_xl import FORMER_ATTENTIONS
@@ -55,7 +55,7 @@ def test_compiled_attention_is_refused_where_compiled_code_is_forbidden():
 def gpu(monkeypatch):
     """A GPU on which `triton` was measured in bfloat16 alone, for heads of up to 256 features."""
     monkeypatch.setattr(devices, "compute_capability", lambda device: (8, 9) if device == "cuda:0" else None)
-    monkeypatch.setitem(FASTEST_CAPTURED, ((8, 9), torch.bfloat16), "triton")
+    monkeypatch.setitem(FASTEST_ON_GPU, ((8, 9), torch.bfloat16), "triton")
 
     def obstacle(*asked):
         fits = asked[0].d_head <= 256 and asked[2] in (None, torch.float32, torch.bfloat16)
@@ -64,18 +64,14 @@ def gpu(monkeypatch):
     monkeypatch.setitem(BACKENDS, "triton", dataclasses.replace(BACKENDS["triton"], obstacle=obstacle))
 
 
-def test_recorded_steps_use_what_was_measured_on_the_gpu_and_others_shifted(gpu):
-    def chosen(model=PLAIN, device="cuda:0", dtype: torch.dtype | None = torch.bfloat16, captured=True):
-        return attention_backend(model, device, dtype, captured).name
+def test_auto_is_what_was_measured_on_the_gpu_and_shifted_elsewhere(gpu):
+    def chosen(model=PLAIN, device="cuda:0", dtype: torch.dtype | None = torch.bfloat16):
+        return attention_backend(model, device, dtype).name
 
-    assert chosen() == "triton"
-    assert chosen(captured=False) == "shifted"
+    assert chosen() == build_model(PLAIN, 7, "cuda:0", torch.bfloat16).attention_name == "triton"
     assert chosen(dataclasses.replace(PLAIN, d_head=258)) == "shifted"
     assert chosen(device="cpu") == chosen(dtype=torch.float32) == chosen(dtype=None) == "shifted"
-    low = torch.bfloat16
-    assert TransformerXL.for_captured_steps(PLAIN, "cuda:0", low) == dataclasses.replace(PLAIN, attention="triton")
-    named = dataclasses.replace(PLAIN, attention="reference")
-    assert TransformerXL.for_captured_steps(named, "cuda:0", low) == named
+    assert chosen(dataclasses.replace(PLAIN, attention="reference")) == "reference"
 
 
 def test_a_note_tells_where_nothing_was_measured(gpu):

@@ -191,15 +191,12 @@ def test_nothing_is_timed_where_the_attention_is_known_or_given(gpu: Gpu):
     ("changes", "attention"),
     [
         ({}, "triton"),
-        ({"model.pre_norm": "true", "model.qk_norm": "true"}, "triton"),
-        ({"model.dropout_qkv": "0.1"}, "shifted"),
-        ({"train.backprop_segments": "2"}, "shifted"),
-        ({"train.compile": "true"}, "shifted"),
-        ({"train.compile": "true", "train.capture": "true"}, "triton"),
+        ({"train.capture": "true"}, "triton"),
+        ({"model.encoding": "shaw"}, "triton"),
         ({"train.dtype": "float32"}, "shifted"),
     ],
 )
-def test_eager_steps_use_the_kernels_where_the_layers_are_one_function(gpu: Gpu, monkeypatch, changes, attention):
+def test_a_model_trains_with_the_attention_that_the_line_names(gpu: Gpu, monkeypatch, changes, attention):
     gpu(HOPPER)
     run = with_options(txl.preset("enwik8-12L"), {"train.dtype": "bfloat16", "model.n_layer": "1"} | changes)
     assert defaults.chosen_attention(run, "cuda", None) == defaults.ChosenAttention(attention)

@@ -147,18 +147,16 @@ BACKENDS = {
     )
 }
 
-# Fastest backend in a recorded measurement of captured training steps, by compute capability of the GPU and dtype of
-# the matrix products (results/gpu-nvidia-h200.json; an H100 has the same processor). Steps that are not captured wait
-# for the launch of each kernel, and there the same measurement found `shifted` faster (wt103-base: 93,384 tokens/s
-# beside 72,038 with `triton`).
-FASTEST_CAPTURED: dict[tuple[tuple[int, int], torch.dtype], str] = {
+# Fastest backend in a recorded measurement of training steps, by compute capability of the GPU and dtype of the matrix
+# products (results/gpu-nvidia-h200.json; an H100 has the same processor).
+FASTEST_ON_GPU: dict[tuple[tuple[int, int], torch.dtype], str] = {
     ((9, 0), torch.bfloat16): "triton",
     ((9, 0), torch.float32): "shifted",
 }
 
 
 def attention_backend(
-    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None, captured: bool = False
+    model: TransformerXLConfig, device: str | None = None, dtype: torch.dtype | None = None
 ) -> Backend:
     """Return the backend of a configuration; if that leaves the choice open, the first candidate that can train it.
 
@@ -167,13 +165,12 @@ def attention_backend(
 
     Args:
         device, dtype: device and dtype of the matrix products in training; None: not known yet.
-        captured: True if training steps are recorded as CUDA graphs, or are as fast to launch.
     """
     if not model.names_attention:
         names = ["compiled", "shifted"] if model.attention == "fastest" else ["shifted"]
         kind = devices.compute_capability(device)
-        if captured and kind is not None and dtype is not None and (kind, dtype) in FASTEST_CAPTURED:
-            names.insert(0, FASTEST_CAPTURED[kind, dtype])
+        if kind is not None and dtype is not None and (kind, dtype) in FASTEST_ON_GPU:
+            names.insert(0, FASTEST_ON_GPU[kind, dtype])
         return next(BACKENDS[name] for name in names if BACKENDS[name].refusal(model, device or "cpu") is None)
     if model.attention not in BACKENDS:
         names = ", ".join(["auto", "fastest", *BACKENDS])
@@ -187,7 +184,7 @@ def attention_backend(
 def untimed_rival(model: TransformerXLConfig, device: str | None, dtype: torch.dtype | None) -> str | None:
     """Return the backend that may be faster than the one that `auto` or `fastest` takes, where neither was timed."""
     kind = devices.compute_capability(device)
-    if model.names_attention or kind is None or dtype is None or (kind, dtype) in FASTEST_CAPTURED:
+    if model.names_attention or kind is None or dtype is None or (kind, dtype) in FASTEST_ON_GPU:
         return None
     return "triton" if BACKENDS["triton"].refusal(model, device, dtype) is None else None
 

@@ -54,11 +54,6 @@ class FamilyModel(LanguageModel[StateT]):
     def check_training(config: ModelConfig, device: str, dtype: torch.dtype) -> None:
         """Raise `AttentionRefused` if a configuration cannot train on a device with matrix products in a dtype."""
 
-    @staticmethod
-    def for_captured_steps(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelConfig:
-        """Return the configuration for steps as fast to launch as CUDA graphs, where another attention may be best."""
-        return config
-
     def layer_matrices(self) -> dict[str, tuple[int, int]]:
         """Return the parameters of the layers that are matrices, which map hidden states to hidden states.
 

@@ -222,14 +222,6 @@ class TransformerXL(FamilyModel[Memory]):
         if (refusal := attention_backend(config, device, dtype).refusal(config, device, dtype)) is not None:
             raise refusal
 
-    @staticmethod
-    def for_captured_steps(config: ModelConfig, device: str, dtype: torch.dtype) -> ModelConfig:
-        """Return the configuration with the attention that is fastest in recorded training steps, if it is another."""
-        assert isinstance(config, TransformerXLConfig)
-        fastest = attention_backend(config, device, dtype, captured=True).name
-        is_same = fastest == attention_backend(config, device, dtype).name
-        return config if is_same else config.with_attention(fastest)
-
     def empty_state(self, batch_size: int, lengths: Lengths) -> Memory:
         """Return a memory without positions."""
         like = self.softmax.bias  # not like.new_empty: for a sharded parameter it returns a sharded tensor

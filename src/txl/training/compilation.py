@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from txl.config import ModelConfig, RecurrentConfig, RunConfig, TrainConfig, TransformerXLConfig
+from txl.config import ModelConfig, RecurrentConfig, RunConfig, TrainConfig
 from txl.data.vocabulary import Vocabulary
 from txl.devices import Captured, compute_capability, sent
 from txl.errors import Field, UserError
@@ -81,26 +81,13 @@ def can_capture(run: RunConfig, device: str) -> bool:
     return run.train.backprop_segments == 1
 
 
-def has_few_launches(model: ModelConfig, train: TrainConfig) -> bool:
-    """Return whether a training step keeps a GPU busy: it is recorded, or its layers are few kernels (`fused_layers`).
-
-    Otherwise the GPU waits for the launches, and an attention backend with fewer kernels is faster.
-    """
-    is_plain = train.backprop_segments == 1 and not train.compile
-    fuses = isinstance(model, TransformerXLConfig) and model.fusion_obstacle() is None
-    return train.capture or (is_plain and fuses)
-
-
 def model_to_train(model: ModelConfig, vocabulary: Vocabulary | int, device: str, train: TrainConfig) -> FamilyModel:
     """Return a new model of a vocabulary (or its size V) in training mode on a device.
 
-    Its initial weights come from the global random generators. The choice of attention depends on `dtype` and `capture`
-    of the training configuration (`has_few_launches`); the weights are float64 with `dtype` "float64", else float32.
+    Its initial weights come from the global random generators. They are float64 with `train.dtype` "float64", else
+    float32.
     """
-    dtype = getattr(torch, train.dtype)
-    if has_few_launches(model, train):
-        model = FAMILIES[type(model)].for_captured_steps(model, device, dtype)
-    built = build_model(model, vocabulary, device, dtype).to(device).train()
+    built = build_model(model, vocabulary, device, getattr(torch, train.dtype)).to(device).train()
     return built.double() if train.dtype == "float64" else built
 
 

@@ -15,7 +15,7 @@ from txl.config import RecurrentConfig, RunConfig, TransformerXLConfig, with_opt
 from txl.errors import is_out_of_memory
 from txl.processes import process_count
 from txl.runs.environment import multiplies_bfloat16
-from txl.training.compilation import can_capture, has_few_launches
+from txl.training.compilation import can_capture
 from txl.training.timing import median_seconds, training_workload
 
 # A step's time in seconds beyond which it is timed once, without a graph, and beyond which only one backend is timed:
@@ -77,7 +77,7 @@ def chosen_attention(run: RunConfig, device: str, measure: Measure | None) -> Ch
     if not isinstance(run.model, TransformerXLConfig):
         return None
     dtype = getattr(torch, run.train.dtype)
-    usual = attention_backend(run.model, device, dtype, has_few_launches(run.model, run.train)).name
+    usual = attention_backend(run.model, device, dtype).name
     rival = untimed_rival(run.model, device, dtype)
     if rival is None or measure is None:
         return ChosenAttention(usual)

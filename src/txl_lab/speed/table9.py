@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from txl.config import ModelConfig, TransformerXLConfig, VanillaConfig, as_family
+from txl.config import TransformerXLConfig, VanillaConfig, as_family
 from txl.evaluation.recorded import WARM, RecordedWindows
 from txl.evaluation.stream import nll_step
 from txl.files import JsonObject
@@ -61,11 +61,8 @@ def slowdown(
 ) -> Slowdown:
     """Time both models at an attention length, in `steps` rounds of several segments and one window in each lane."""
     torch.manual_seed(0)
-    recurrent: ModelConfig = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
-    if device.startswith("cuda"):
-        recurrent = TransformerXL.for_captured_steps(recurrent, device, getattr(torch, dtype))
-    assert isinstance(recurrent, TransformerXLConfig)
-    ours = TransformerXL(recurrent, vocab_size).to(device).eval()
+    recurrent = dataclasses.replace(shape, mem_len=length, window=None, clamp_len=None)
+    ours = TransformerXL(recurrent, vocab_size, device, getattr(torch, dtype)).to(device).eval()
     state: State = ours.init_state(lanes).filled_with_noise()
     torch.manual_seed(0)
     without = dataclasses.replace(as_family(shape, VanillaConfig), max_segment=length, attention="auto")
