@@ -227,11 +227,12 @@ class _Run:
         seeds = torch.randint(2**63 - 1, (self.n_layer + 1,), dtype=torch.int64, device=device)
         self.seeds = seeds[1:].split(1) if config.dropatt > 0 else [None] * self.n_layer
         if not config.locked_dropout:
-            sites = (
-                (site, p) for _ in range(self.n_layer) for site, p in enumerate((config.dropout, inner, config.dropout))
-            )
-            drops = [Counted(seeds[:1], 3 * (at // 3) + site, p) if p else None for at, (site, p) in enumerate(sites)]
-            self.drops = [tuple(drops[at : at + 3]) for at in range(0, len(drops), 3)]  # pyright: ignore
+            rates = (config.dropout, inner, config.dropout)
+            for layer in range(self.n_layer):
+                first, second, third = (
+                    Counted(seeds[:1], 3 * layer + site, p) if p else None for site, p in enumerate(rates)
+                )
+                self.drops.append((first, second, third))
             return
         n_lane = self.n_lane
         rows = self._locked(config.dropout, 2, n_lane, self.d_model)
