@@ -15,6 +15,7 @@ from tests.models.test_contract import SMALL, V, lively
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
+from txl.devices import Captured
 from txl.generation import engine, fused_step, steps
 from txl.generation.engine import DecodeEngine
 from txl.generation.fused_step import FusedStep
@@ -240,3 +241,27 @@ def test_streams_of_any_settings_draw_in_one_recorded_step(device, recording, mo
         decoder.step()
     assert second.ended == NO_NUMBERS
     assert len(decoder.step()) == 1
+
+
+@pytest.mark.parametrize("device", DEVICES[:1])
+def test_a_step_that_could_not_be_recorded_is_taken_once_later(device, recording, monkeypatch):
+    model, ids = lively(ONE_LAYER, torch.float32), [1, 2, 3]
+    alone = DecodeEngine(model, mem_len=4, compile=False)
+    alone.join(ids, seed=1)
+    recording()
+    monkeypatch.setattr(engine, "StaticStep", FusedStep)
+    decoder, real = DecodeEngine(model, mem_len=4, compile=False), Captured._record
+    decoder.join(ids, seed=1)
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def warmed_up(self: Captured) -> Any:
+        for _ in range(self._warm_up):
+            self._function(*self.inputs)
+        if failures:
+            raise failures.pop()
+        return real(self)
+
+    monkeypatch.setattr(Captured, "_record", warmed_up)
+    with pytest.raises(torch.OutOfMemoryError):
+        decoder.step()
+    assert [int(decoder.step()) for _ in range(3)] == [int(alone.step()) for _ in range(3)]

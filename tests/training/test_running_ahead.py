@@ -254,6 +254,17 @@ def test_a_recorded_run_is_the_same_run(options, story, data_dir, tmp_path, monk
     assert_same_end(tmp_path / "recorded", tmp_path / "eager")
 
 
+def test_graphs_of_other_lengths_share_the_memory_of_one_that_is_recorded(recording):
+    model: Any = build_model(SHAPE, 20).train()
+    config = TrainConfig(batch_size=2, segment=6)
+    optimizer, step = build_optimizer(model, config), CapturedStep()
+    states: list[State] = [model.init_state(2).filled_with_noise()]
+    for length in (6, 6, 6, 5, 5, 6, 5, 5, 6, 5):
+        tokens = torch.zeros(2, length, dtype=torch.int64)
+        states = step(model, optimizer, StepInputs(tokens, tokens, states), config).states
+    assert [graph._beside for graph in recording] == [None, recording[0]]
+
+
 @pytest.mark.parametrize(
     ("options", "device", "reason"),
     [

@@ -162,8 +162,9 @@ class FusedStep(StaticStep):
         def drawn(keys: Tensor) -> tuple[Tensor]:
             return (self._drawn_from(self._log_probs(tokens[:n_lane])[0], keys, tokens),)
 
-        self._drawn[n_lane] = graph = Captured(drawn)
+        graph = Captured(drawn)
         graph.record(torch.zeros(3, n_lane, dtype=torch.int64, device=tokens.device))  # no slot takes part
+        self._drawn[n_lane] = graph  # after it was recorded: a failed one would be recorded with keys that take part
         return graph
 
     def _drawn_from(

@@ -155,6 +155,7 @@ class _Shape:
     room: list[TailRows | None] = field(default_factory=list)
     n_target: int = 0
     memory: _StackedMemory | None = None
+    step: Callable[..., tuple[Tensor, ...]] | None = None  # the function that is recorded at its second call
     graph: Captured | None = None
 
 
@@ -197,8 +198,8 @@ class CapturedStep:
         sizes = tuple(tensor.shape for tensor in hidden)
         shape = self._shapes.setdefault((tokens.shape, *sizes), _Shape())
         rows = list(inputs.tail_rows or [None] * len(states))
-        step: Callable[..., tuple[Tensor, ...]] | None = shape.graph
-        if shape.graph is None and all(memory.length == memory.capacity for memory in memories):
+        step = shape.graph or shape.step
+        if step is None and all(memory.length == memory.capacity for memory in memories):
             shape.n_eager += 1
             shape.room = [_larger(most, row) for most, row in zip(shape.room or [None] * len(rows), rows, strict=True)]
             # Later, only kernels for one more shape are new; but room for tail clusters is known after several steps.
@@ -209,8 +210,11 @@ class CapturedStep:
                 step = self._step(shape, trained, optimizer, states, config)
         if step is None or shape.memory is None or not _has_room(shape.room, rows):
             return training_step(trained, optimizer, inputs, config, abandon)
-        if shape.graph is None:  # this step runs eagerly, but with the same kernels as the graph
-            shape.graph = Captured(step, warm_up=0, beside=self._first)
+        if shape.step is None:
+            shape.step = step  # this step runs eagerly, but with the same kernels as the graph
+        elif shape.graph is None:
+            # Recorded at once: the graphs after the first one share its memory, so it must have some.
+            step = shape.graph = Captured(shape.step, warm_up=0, beside=self._first)
             self._first = self._first or shape.graph
         filled = []
         if config.reset_memory:
