@@ -167,51 +167,10 @@ class _Run:
     def _empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.like.new_empty(shape, dtype=dtype or self.plan.dtype)
 
-    # Weights: padded copies for the products; gradients back from the padded shape.
-
-    def _shapes(self) -> list[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Return for each kind of matrix the padded shape, split into heads, and the part with true numbers."""
-        config, everything = self.config, slice(None)
-        head = slice(config.d_head), slice(config.d_model)
-        by_head = (self.n_layer, self.n_head, self.d_head, self.d_model), (everything, everything, *head)
-        output = (self.n_layer, self.d_model, self.n_head, self.d_head)
-        inner = (self.n_layer, self.d_inner, self.d_model)
-        outer = (self.n_layer, self.d_model, self.d_inner)
-        return [
-            *[by_head] * 4,
-            (output, (everything, slice(config.d_model), everything, slice(config.d_head))),
-            (inner, (everything, slice(config.d_inner), slice(config.d_model))),
-            (outer, (everything, slice(config.d_model), slice(config.d_inner))),
-        ]
-
-    def _blank(self, zeros: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Return tensors for padded weights, [L,rows,columns] each, and the parts of each kind of matrix.
-
-        Rows of W_k and W_v alternate by heads, so that one product gives keys and values side by side.
-        """
-        shapes = self._shapes()
-        new = self.like.new_zeros if zeros else self.like.new_empty
-        query, key, _, position, output, inner, outer = (shape for shape, _ in shapes)
-        both = new((*key[:2], 2, *key[2:]), dtype=self.plan.dtype)
-        query, position, output, inner, outer = (
-            new(shape, dtype=self.plan.dtype) for shape in (query, position, output, inner, outer)
-        )
-        parts = [query, both[:, :, 0], both[:, :, 1], position, output, inner, outer]
-        views = [tensor[part] for tensor, (_, part) in zip(parts, shapes, strict=True)]
-        whole = [
-            query.flatten(1, 2),
-            both.flatten(1, 3),
-            position.flatten(0, 2),
-            output.flatten(2, 3),
-            inner,
-            outer,
-        ]
-        return whole, views
-
     def _copies(self, stacked: list[Tensor]) -> list[Tensor]:
         config = self.config
         true, padded = (config.d_model, config.d_head, config.d_inner), (self.d_model, self.d_head, self.d_inner)
-        whole, views = self._blank(zeros=true != padded)
+        whole, views = padded_weights(config, self.like, self.plan.dtype, zeros=true != padded)
         for view, stack in zip(views, stacked, strict=True):
             view.copy_(stack.view(view.shape))
         return whole
@@ -343,7 +302,7 @@ class _Run:
         config, n_row, width, pre_norm = self.config, self.n_row, self.d_model, self.config.pre_norm
         rows, low = self._time_major(grad), None
         w_query, w_both, _, w_output, w_inner, w_outer = self.weights
-        grads, views = self._blank()
+        grads, views = padded_weights(config, self.like, self.plan.dtype, zeros=False)
         grad_positions = torch.empty_like(self.positions)
         # Sums over the rows of each program of a kernel; one reduction for all layers follows. Those of norms: of each
         # in the order of `norms`, then of memory's rows in each layer.
@@ -469,3 +428,23 @@ def _vectors(config: TransformerXLConfig) -> tuple[str, ...]:
 
 def _padded(width: int) -> int:
     return -(-width // _MULTIPLE) * _MULTIPLE
+
+
+def padded_weights(
+    config: TransformerXLConfig, like: Tensor, dtype: torch.dtype, zeros: bool = True
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return tensors for padded weights, [L,rows,columns] each, and their true numbers: a view for each of `_MATRICES`.
+
+    Rows of W_k and W_v alternate by heads, so that one product gives keys and values side by side. The views are split
+    into heads.
+    """
+    sizes = d_model, d_head, d_inner = config.d_model, config.d_head, config.d_inner
+    (width, head, inner), n_head = map(_padded, sizes), config.n_head
+    shapes = (n_head, head, width), (n_head, 2, head, width), (n_head, head, width), (width, n_head, head)
+    query, both, position, output, first, second = (
+        (like.new_zeros if zeros else like.new_empty)((config.n_layer, *shape), dtype=dtype)
+        for shape in (*shapes, (inner, width), (width, inner))
+    )
+    views = [rows[:, :, :d_head, :d_model] for rows in (query, both[:, :, 0], both[:, :, 1], position)]
+    views += [output[:, :d_model, :, :d_head], first[:, :d_inner, :d_model], second[:, :d_model, :d_inner]]
+    return [query.flatten(1, 2), both.flatten(1, 3), position.flatten(0, 2), output.flatten(2), first, second], views

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from txl.attention.triton_attention import AttentionCall, attend
 from txl.models import fused_rows
-from txl.models.fused_layers import _padded
+from txl.models.fused_layers import _MATRICES, _padded, padded_weights
 from txl.models.fused_rows import Norm
 from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
@@ -32,37 +32,17 @@ class FusedWeights:
     def __init__(self, model: TransformerXL, dtype: torch.dtype):
         config = self.config = model.config
         self.model, self.dtype = model, dtype
-        self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
-        n_layer, n_head, like = config.n_layer, config.n_head, model.softmax.bias
-        heads = (n_head, self.d_head)
-        self.query, self.both, self.output, self.inner, self.outer = (
-            like.new_zeros(n_layer, *shape, dtype=dtype)
-            for shape in (
-                (*heads, self.d_model),
-                (n_head, 2, self.d_head, self.d_model),  # W_k and W_v alternate by heads: one product gives both
-                (self.d_model, *heads),
-                (self.d_inner, self.d_model),
-                (self.d_model, self.d_inner),
-            )
-        )
+        self.d_model, self.d_head = _padded(config.d_model), _padded(config.d_head)
+        whole, self._views = padded_weights(config, model.softmax.bias, dtype)
+        self.query, self.both, _, self.output, self.inner, self.outer = whole
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the model's weights again."""
-        width, inner = self.config.d_model, self.config.d_inner
-        heads = (self.config.n_head, self.config.d_head)
-        for number, layer in enumerate(self.layers):
-            attention, feed_forward = layer.attention, layer.feed_forward
-            for own, given in (
-                (self.query[number], attention.q_proj),
-                (self.both[number, :, 0], attention.k_proj),
-                (self.both[number, :, 1], attention.v_proj),
-            ):
-                own[:, : heads[1], :width].copy_(given.weight.view(*heads, width))
-            self.output[number, :width, :, : heads[1]].copy_(attention.o_proj.weight.view(width, *heads))
-            self.inner[number, :inner, :width].copy_(feed_forward.inner.weight)
-            self.outer[number, :width, :inner].copy_(feed_forward.outer.weight)
+        for name, view in zip(_MATRICES, self._views, strict=True):
+            matrices = tuple(layer.get_parameter(f"{name}.weight") for layer in self.layers)
+            view.copy_(torch.stack(matrices).view(view.shape))
 
     @property
     def shared_biases(self) -> tuple[Tensor, Tensor] | None:
@@ -119,16 +99,16 @@ class FusedWindow(MemoryWindow):
         for number, layer in enumerate(weights.layers):
             inputs.append(rows)
             attention, feed_forward = layer.attention, layer.feed_forward
-            query = low @ weights.query[number].flatten(0, 1).t()
+            query = low @ weights.query[number].t()
             new = self._both[number, self.capacity :].view(n_row, -1)
-            torch.mm(low, weights.both[number].flatten(0, 2).t(), out=new)
+            torch.mm(low, weights.both[number].t(), out=new)
             key, value = self._both[number, self.size - n_key :].unbind(-2)
             u, v = attention.biases(weights.shared_biases)
             query_u, query_v = fused_rows.queries(query, u, v, None, value, config.n_head)
             position = self._by_distance[number, self.size - n_key :]
             attended, _ = attend(query_u.view(heads), query_v.view(heads), key, value, position, call)
             first = fused_rows.residual_norm(
-                rows, attended.view(n_row, -1) @ weights.output[number].flatten(1).t(), None, None,
+                rows, attended.view(n_row, -1) @ weights.output[number].t(), None, None,
                 Norm(attention.norm.weight, attention.norm.bias, config.layer_norm_eps), width,
             )  # fmt: skip
             assert first.low is not None
