@@ -121,30 +121,25 @@ class _StackedMemory:
     """
 
     def __init__(self, hidden: Sequence[Tensor]):
-        self._places: dict[torch.dtype, list[int]] = {}  # under autocast, the embedding's dtype may be another
-        for place, states in enumerate(hidden):
-            self._places.setdefault(states.dtype, []).append(place)
         self._time_first = bool(hidden) and hidden[0].stride(0) < hidden[0].stride(1)
-        self._stacks = [self._stacked(hidden, places) for places in self._places.values()]
-        own: dict[int, Tensor] = {}
-        for stack, places in zip(self._stacks, self._places.values(), strict=True):
-            own |= zip(places, (part.transpose(0, 1) if self._time_first else part for part in stack), strict=True)
-        self.tensors = [own[place] for place in range(len(hidden))]
+        self._stack = self._stacked(hidden)
+        self.tensors = [self._turned(part) for part in self._stack.unbind()] if hidden else []
 
-    def _stacked(self, hidden: Sequence[Tensor], places: Sequence[int]) -> Tensor:
-        return torch.stack([hidden[place].transpose(0, 1) if self._time_first else hidden[place] for place in places])
+    def _turned(self, states: Tensor) -> Tensor:
+        return states.transpose(0, 1) if self._time_first else states
+
+    def _stacked(self, hidden: Sequence[Tensor]) -> Tensor:
+        return torch.stack([self._turned(states) for states in hidden]) if hidden else torch.empty(0)
 
     def load(self, hidden: Sequence[Tensor]) -> None:
         """Copy states to `tensors`, unless they are these tensors."""
-        if all(own is states for own, states in zip(self.tensors, hidden, strict=True)):
-            return
-        for stack, places in zip(self._stacks, self._places.values(), strict=True):
-            stack.copy_(self._stacked(hidden, places))
+        if not all(own is states for own, states in zip(self.tensors, hidden, strict=True)):
+            self._stack.copy_(self._stacked(hidden))
 
     def replace(self, hidden: Sequence[Tensor], void: Tensor) -> None:
         """Overwrite `tensors`, unless `void` (a bool without dimension) is true."""
-        for stack, places in zip(self._stacks, self._places.values(), strict=True):
-            torch.where(void, stack, self._stacked(hidden, places).to(stack.dtype), out=stack)
+        if hidden:
+            torch.where(void, self._stack, self._stacked(hidden), out=self._stack)
 
 
 @dataclass
