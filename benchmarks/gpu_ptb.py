@@ -233,6 +233,9 @@ def dynamic(model: Any, corpus: Any, run: RunConfig, most: int | None, end: floa
             found = evaluate_dynamically(model, tokens, how, sums, max_tokens=most or DYNAMIC_TOKENS, **lengths)
             tried[rate] = found.nll
             report.add(dynamic_tried=tried)
+    if not tried:
+        report.add(dynamic="left out: the statistics took the time that was left")
+        return
     began = time.monotonic()
     best = Adaptation("rms", min(tried, key=lambda rate: tried[rate]), DYNAMIC_DECAY)
     few = evaluate_dynamically(model, corpus.tokens("test"), best, sums, max_tokens=most or 3000, **lengths)

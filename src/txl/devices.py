@@ -43,7 +43,10 @@ def check_device(device: str) -> None:
 
 def compute_capability(device: torch.device | str | None) -> tuple[int, int] | None:
     """Return the compute capability of an NVIDIA GPU of this machine, such as (9, 0); None for any other device."""
-    place = torch.device(device or "cpu")
+    try:
+        place = torch.device(device or "cpu")
+    except RuntimeError:  # no name of a device, which `check_device` refuses
+        return None
     if place.type != "cuda" or torch.version.cuda is None or (place.index or 0) >= torch.cuda.device_count():
         return None
     return torch.cuda.get_device_capability(place)

@@ -303,6 +303,13 @@ def test_other_devices_than_a_cpu_and_nvidia_gpus_do_not_train(tmp_path):
     assert (refused.value.field, refused.value.value) == ("device", "mps:0")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gpu_of_no_number_is_refused(dtype, tmp_path):
+    run = small_run("stdlib", **{"train.dtype": dtype})
+    with pytest.raises(UserError, match="Invalid device string: 'cuda:x'; use device cpu"):
+        Trainer(run, tmp_path / "run", device="cuda:x")
+
+
 def test_tf32_needs_a_gpu(tmp_path):
     run = dataclasses.replace(txl.preset("stdlib-tiny"), train=TrainConfig(tf32=True))
     with pytest.raises(UserError) as refused:
