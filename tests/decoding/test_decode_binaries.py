@@ -60,7 +60,7 @@ def usage(kernel: str, constants: dict[str, Any], dtype: str, folder: Path) -> t
 @pytest.mark.parametrize(("stored", "width"), [(64, 64), (48, 64), (128, 128)])
 def test_attention_loads_tiles_in_16_bytes_and_does_not_spill(stored, width, inside, dtype, tmp_path):
     block = fused_step._TILE // width // (2 if dtype == "*bf16" else 4)
-    constants = {"STORED": stored, "WIDTH": width, "BLOCK": block, "SPLITS": 32, "INSIDE": inside, "EARLY": inside}
+    constants = {"STORED": stored, "WIDTH": width, "BLOCK": block, "SPLITS": 32, "INSIDE": inside}
     found, code = usage("attention_kernel", constants | {"STAGES": fused_step._STAGES}, dtype, tmp_path)
     print(found)
     assert found["STACK"] + found["LOCAL"] == 0
@@ -81,7 +81,6 @@ def test_products_load_weights_in_16_bytes_and_do_not_spill(width, block, norm, 
         "NORM": norm,
         "BIAS": True,
         "RELU": norm,
-        "EARLY": True,
     }
     found, code = usage("product_kernel", constants, "*bf16", tmp_path)
     print(found)

@@ -21,20 +21,6 @@ import triton.language as tl
 
 
 @triton.jit
-def _begin_early(EARLY: tl.constexpr):
-    """Let the next kernel be launched while this one runs, if it was launched to begin early itself."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def _wait_for_the_kernel_before(EARLY: tl.constexpr):
-    """Wait until the kernel before has ended; before this, a kernel may only read what no kernel writes."""
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def attention_kernel(
     query,
     key,
@@ -66,7 +52,6 @@ def attention_kernel(
     SPLITS: tl.constexpr,
     INSIDE: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Compute the attention of one token a lane, and put its key and value into the rings; grid [splits,H,n].
 
@@ -75,8 +60,6 @@ def attention_kernel(
     read: tokens that each lane has read. out: [n,H,D]. partials, sums, tickets: float32 [n,H,splits,WIDTH] and
     [n,H,splits,2], and int32 zeros [n,H], which are zeros again afterwards. scale: log2(e) / sqrt(D).
     """
-    _begin_early(EARLY)
-    _wait_for_the_kernel_before(EARLY)
     split, head, lane = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     n_split, n_head = tl.num_programs(0), tl.num_programs(1)
     feature = tl.arange(0, WIDTH)
@@ -228,20 +211,17 @@ def product_kernel(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     RELU: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     """Compute the products [LANES,n_out] of a few rows with a weight [n_out,n_in], read once; grid [n_out / BLOCK].
 
     Rows of the weight are filled up with zeros to `weight_row` columns, a multiple of 16.
     With NORM, the rows are LayerNorm(residual + rows), which every program computes again and the first one stores.
     """
-    _begin_early(EARLY)
     column = tl.arange(0, WIDTH)
     line = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside, there = column < n_in, line < n_out
     tile = weight + line[:, None].to(tl.int64) * weight_row + column[None, :]
     factors = tl.load(tile, mask=there[:, None] & (column < weight_row)[None, :], other=0.0)
-    _wait_for_the_kernel_before(EARLY)
     for lane in tl.static_range(LANES):
         at = lane * n_in + column
         row = tl.load(rows + at, mask=inside, other=0.0).to(tl.float32)

@@ -28,7 +28,6 @@ _TILE = 8192  # bytes of a tile of keys: four loads of 16 bytes a thread
 _PROGRAMS = 8192  # of the attention kernel, if memory is long enough: so many that the last ones cost little
 _MOST_SPLITS = 32  # programs that share a head
 _MOST_SORTED = 2048  # tokens of a vocabulary that `draw_kernel` sorts
-_EARLY = False  # on GPUs of capability 9.0, launch a kernel before the one that it depends on has ended
 _STEADY = 4  # steps in a row without a change of streams, after which a step is taken ahead
 _STAGES = 3  # one tile of keys and values is used while two are on their way
 
@@ -295,7 +294,6 @@ class FusedStep(StaticStep):
             INSIDE=inside,
             STAGES=_STAGES,
             num_warps=4,
-            **self._launched(inside),
         )
         return out
 
@@ -337,18 +335,12 @@ class FusedStep(StaticStep):
             BIAS=bias is not None,
             RELU=relu,
             num_warps=4,
-            **self._launched(True),
         )
         return out, normed
 
     def __del__(self) -> None:
         if getattr(self, "_ahead", None) is not None and self.lanes.is_cuda:
             torch.cuda.synchronize()  # a graph must not be destroyed while it runs
-
-    def _launched(self, few: bool) -> dict[str, bool]:
-        """Return options of a launch: with few lanes, kernels begin while the one before ends (programmatic launch)."""
-        early = _EARLY and few and self.lanes.is_cuda and torch.cuda.get_device_capability(self.lanes.device) >= (9, 0)
-        return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
 
     def _of_aligned_rows(self, weight: Tensor) -> Tensor:
         missing = -weight.shape[1] % 16
