@@ -179,7 +179,6 @@ def test_the_documentation_says_what_the_declarations_say():
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     told = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in BACKENDS}
     for name, each in BACKENDS.items():
-        where = "everything"
-        if each.device is not None:
-            where = f"{each.device.upper()}, float32 and bfloat16"
-        assert told[name] == [where]
+        places = {"compiled": "CPU, float32 and bfloat16", "triton": "CUDA, float32 and bfloat16"}
+        assert told[name] == [places.get(name, "everything")]
+        assert (each.obstacle is not None) == (name in places)

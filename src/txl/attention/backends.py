@@ -90,8 +90,7 @@ class Backend:
     name: str
     train: RelativeAttention  # for segments with gradients or dropout
     read: RelativeAttention = attention_without_gradients  # for others, on every device and in every dtype
-    device: str | None = None  # the only device type that it trains on, in float32 and bfloat16; None: all and any
-    compiled_step: bool = False  # single tokens may pass through all layers in the compiled library at once
+    compiled_step: bool = True  # single tokens may pass through all layers in the compiled library at once
     obstacle: Obstacle | None = None
 
     def __call__(self, operands: Operands, scope: KeyScope, dropout: float = 0.0) -> Float[Tensor, "B T H D"]:
@@ -130,20 +129,13 @@ BACKENDS = {
     backend.name: backend
     for backend in (
         # The equations, one query at a time.
-        Backend("reference", reference_attention, reference_attention),
+        Backend("reference", reference_attention, reference_attention, compiled_step=False),
         # One product for all distances, read through a shifted view.
-        Backend("shifted", shifted_attention, compiled_step=True),
+        Backend("shifted", shifted_attention),
         # A block of keys at a time in code compiled for the CPU, without a matrix of all scores.
-        Backend("compiled", compiled_attention, device="cpu", compiled_step=True, obstacle=_compiled_obstacle),
+        Backend("compiled", compiled_attention, obstacle=_compiled_obstacle),
         # Triton kernels for NVIDIA GPUs, a tile of queries and keys at a time, without a matrix of all scores.
-        Backend(
-            "triton",
-            triton_attention,
-            _triton_without_gradients,
-            device="cuda",
-            compiled_step=True,
-            obstacle=_triton_obstacle,
-        ),
+        Backend("triton", triton_attention, _triton_without_gradients, obstacle=_triton_obstacle),
     )
 }
 
