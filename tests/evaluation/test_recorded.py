@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -223,6 +225,33 @@ def test_dynamic_evaluation_is_recorded(settings: dict[str, Any], recording):
     assert eager.segments == sums.segments == 14
     assert all(torch.equal(square, sums.squares[name]) for name, square in eager.squares.items())
     assert 0 < counts[2] < counts[3]
+
+
+@pytest.mark.parametrize("kind", ["lanes", "windows", "dynamic"])
+def test_graphs_end_with_their_evaluation(kind, monkeypatch):
+    """They hold a GPU's memory, of which Python's collector of cycles knows nothing."""
+    graphs = []
+
+    def record(self: Captured) -> Callable[[], None]:
+        graphs.append(weakref.ref(self))
+        self.outputs = self._function(*self.inputs)
+        return lambda: None
+
+    monkeypatch.setattr(Captured, "_record", record)
+    monkeypatch.setattr("txl.evaluation.recorded.records", lambda _: True)
+    monkeypatch.setattr("txl.evaluation.recorded.records_windows", lambda _: True)
+    model = lively(SMALL)
+    gc.disable()
+    try:
+        if kind == "lanes":
+            evaluate(model, TEXT, segment=4, batch_size=3)
+        elif kind == "windows":
+            evaluate_sliding(model, TEXT, context=6, batch_size=4)
+        else:
+            evaluate_dynamically(model, TEXT, Adaptation("sgd", 0.01), segment=4)
+        assert [graph() for graph in graphs] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.gpu

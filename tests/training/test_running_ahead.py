@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -263,6 +265,30 @@ def test_graphs_of_other_lengths_share_the_memory_of_one_that_is_recorded(record
         tokens = torch.zeros(2, length, dtype=torch.int64)
         states = step(model, optimizer, StepInputs(tokens, tokens, states), config).states
     assert [graph._beside for graph in recording] == [None, recording[0]]
+
+
+def test_graphs_end_where_an_average_of_the_weights_begins(monkeypatch):
+    """All but the first, whose memory later graphs use; they hold a GPU's memory, of which Python knows nothing."""
+    graphs, model = [], build_model(SHAPE, 20).train()
+    config = TrainConfig(batch_size=2, segment=6)
+    optimizer, step = build_optimizer(model, config), CapturedStep()
+    states: list[State] = [model.init_state(2).filled_with_noise()]
+
+    def record(self: Captured) -> Callable[[], None]:
+        graphs.append(weakref.ref(self))
+        self.outputs = self._function(*self.inputs)
+        return lambda: None
+
+    monkeypatch.setattr(Captured, "_record", record)
+    gc.disable()
+    try:
+        for number, length in enumerate((6, 6, 6, 6, 5, 5, 6)):
+            tokens = torch.zeros(2, length, dtype=torch.int64)
+            average = WeightAverage(model) if number == 6 else None
+            states = step(model, optimizer, StepInputs(tokens, tokens, states, average=average), config).states
+        assert [graph() is None for graph in graphs] == [False, True]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

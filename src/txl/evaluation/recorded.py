@@ -207,12 +207,15 @@ class RecordedWindows:
     ) -> Float[Tensor, " P"]:
         """Return the losses of `targets`; `state` is empty, and one of as many lanes serves all windows."""
 
+        # Not `self`: a graph that refers to what holds it keeps its memory until Python collects cycles.
+        model, temperature = self._model, self._temperature
+
         def read(tokens: Tensor, at: Tensor, targets: Tensor) -> tuple[Tensor]:
-            return (self._model.chosen_nll(tokens, at, targets, state, self._temperature),)
+            return (model.chosen_nll(tokens, at, targets, state, temperature),)
 
         # As in `Recordings`: the rows of tail clusters depend on the targets, and hooks are called for each window.
-        model, shape = self._model, self._shapes.setdefault((tokens.shape, at.shape), _Shape())
-        is_fixed = records_windows(model) and (self._temperature != 1 or not model.config.cutoffs)
+        shape = self._shapes.setdefault((tokens.shape, at.shape), _Shape())
+        is_fixed = records_windows(model) and (temperature != 1 or not model.config.cutoffs)
         if not is_fixed or any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
             return read(tokens, at, targets)[0]
         shape.n_read += 1
@@ -260,10 +263,10 @@ class RecordedChanges:
             return self._step(tokens, targets, state, counted)
         if shape.n_read == WARM:
             return self._recordable(tokens, targets, state, counted)
-        before = state
+        before, step = state, self._recordable  # not `self`, as in `RecordedWindows`
 
         def change(tokens: Tensor, targets: Tensor, counted: Tensor, *hidden: Tensor) -> tuple[Tensor]:
-            nll, after = self._recordable(tokens, targets, replace(before, hidden=hidden, projections=None), counted)
+            nll, after = step(tokens, targets, replace(before, hidden=hidden, projections=None), counted)
             assert isinstance(after, Memory)
             for old, new in zip(hidden, after.hidden, strict=True):
                 old.copy_(new)

@@ -148,7 +148,7 @@ class _Shape:
 
     n_eager: int = 0  # number of steps with full memory that ran eagerly
     room: list[TailRows | None] = field(default_factory=list)
-    n_target: int = 0
+    n_target: list[int] = field(default_factory=list)  # one number, from the first call of `step` on
     memory: _StackedMemory | None = None
     step: Callable[..., tuple[Tensor, ...]] | None = None  # the function that is recorded at its second call
     graph: Captured | None = None
@@ -220,7 +220,7 @@ class CapturedStep:
         numbers, skipped = step(tokens, inputs.targets, void, *filled)
         after = _with_tensors(states, shape.memory.tensors, n_new=tokens.shape[1])
         # The next replay overwrites the graph's outputs, perhaps before they are read.
-        return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target)
+        return StepOutput(numbers.clone(), skipped.clone(), after, shape.n_target[0])
 
     def _step(
         self,
@@ -231,7 +231,8 @@ class CapturedStep:
         config: TrainConfig,
     ) -> Callable[..., tuple[Tensor, ...]]:
         """Return the function that is recorded: an update that also overwrites the memory of its shape."""
-        memory, average, room = shape.memory, self._average, shape.room
+        # Not `shape`: a graph that refers to what holds it keeps its memory until Python collects cycles.
+        memory, average, room, n_target = shape.memory, self._average, shape.room, shape.n_target
         assert memory is not None
         own = _with_tensors(states, memory.tensors)  # not `states`, which the function would keep alive
 
@@ -240,7 +241,7 @@ class CapturedStep:
             inputs = StepInputs(tokens, targets, before, void=void, tail_rows=room, average=average)
             output = training_step(trained, optimizer, inputs, config)
             memory.replace([tensor for state in output.states for tensor in _tensors(state)], void)
-            shape.n_target = output.n_target
+            n_target[:] = [output.n_target]
             return output.numbers, output.skipped
 
         return step
