@@ -216,6 +216,9 @@ _SERVES_ONE = {"generation/engine.py", "interop/export_run.py", "minutes/rule.py
 _KNOWS_ONE = {
     "commands/recl.py",  # the context length in training
     "training/compilation.py",  # models and states that a CUDA graph can replay
+    "evaluation/recorded.py",  # likewise
+    "training/defaults.py",  # what was timed on a GPU
+    "training/starting.py",  # the choice made there
 }
 
 
