@@ -17,18 +17,20 @@ from tests.conftest import small_run
 from tests.models.test_contract import SMALL, VARIANTS, V, lively
 from tests.training.test_trainer import events, train
 from tests.waiting import AHEAD, Waits
+from torch import nn
 
 from txl.attention import KeyScope, Operands
-from txl.config import VanillaConfig, as_family
+from txl.config import TransformerXLConfig, VanillaConfig, as_family
 from txl.data.characters import CharVocabulary
 from txl.devices import Captured
 from txl.evaluation.dynamic import Adaptation, evaluate_dynamically, gradient_statistics
 from txl.evaluation.perplexity import evaluate, evaluate_with
-from txl.evaluation.recorded import WARM, Recordings
+from txl.evaluation.recorded import WARM, Recordings, fuses
 from txl.evaluation.sliding import evaluate_sliding
 from txl.evaluation.stream import Settings
 from txl.evaluation.surprisal import surprisals
 from txl.models.family import FamilyModel
+from txl.models.structure import evaluation_view
 from txl.models.transformer_xl import TransformerXL
 from txl.models.vanilla import VanillaTransformer
 from txl.training.step import training_step
@@ -275,3 +277,16 @@ def test_graphs_on_a_gpu(attention, temperature, monkeypatch):
     assert slid == pytest.approx(
         evaluate_sliding(model, TEXT, context=6, batch_size=4, temperature=temperature).nll, rel=1e-4
     )
+
+
+@pytest.mark.parametrize("part", ["norm", "o_proj"])
+def test_a_layer_that_was_changed_is_read_by_its_modules(part, monkeypatch):
+    monkeypatch.setattr("txl.evaluation.recorded.why_not_triton", lambda *_: None)
+    model = TransformerXL(TransformerXLConfig(n_layer=2, d_model=8, n_head=2, d_head=4, d_inner=8, mem_len=4), V)
+    assert fuses(evaluation_view(model), torch.float32)
+    module = model.attentions[1].get_submodule(part)
+    if part == "norm":
+        vars(module)["eps"] = 0.1
+    else:
+        module.register_parameter("bias", nn.Parameter(torch.ones(8)))
+    assert not fuses(evaluation_view(model), torch.float32)

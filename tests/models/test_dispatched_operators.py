@@ -11,6 +11,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import txl
@@ -64,7 +68,17 @@ class Stub:
         return self
 
     def __call__(self, *args: object, **kwargs: object) -> None:
+        in_backward = torch._C._current_graph_task_id() >= 0  # there autograd makes the device current
+        assert in_backward or self._found["device"] > 0, f"{self._name}: not on the device of its tensors"
         self._found[self._name] += 1
+
+
+@contextmanager
+def on_device(found: Counter[str], _: Tensor) -> Iterator[None]:
+    """Stand for `torch.cuda.device_of`: Triton launches on the current device."""
+    found["device"] += 1
+    yield
+    found["device"] -= 1
 
 
 def operators(preset: str, n_layer: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -102,10 +116,11 @@ def operators(preset: str, n_layer: int, monkeypatch: pytest.MonkeyPatch) -> Cou
         patch.setattr(torch, "is_autocast_enabled", lambda kind="cpu": autocast("cpu"))
         patch.setattr(torch, "get_autocast_dtype", lambda kind: dtype("cpu"))
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        patch.setattr(torch.cuda, "device_of", partial(on_device, counting.found))
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(loss, "_has_kernels", lambda device: True)
         patch.setattr(triton_attention, "_why_not_here", lambda *given: None)
-        patch.setattr(type(model), "why_not_fused", lambda model, state: None)
+        patch.setattr(type(model), "why_not_fused", lambda model, *given: None)
         patch.setattr("torch.utils._foreach_utils._get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"])
         with counting:  # twice, because moments are made and the average copied in the first step
             for _ in range(2):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from txl.config import TransformerXLConfig
 from txl.models import adaptive, build_model, family
 from txl.models import loss as losses_of
+from txl.models.layers import LockedDropout
 
 INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 DEVICES = [
@@ -137,6 +138,8 @@ def test_a_token_outside_of_the_vocabulary_becomes_no_number(device):
     model, _ = both({}, device)
     hidden = model._embedded(torch.tensor([[0, V, -1, 1]], device=device), model.init_state(1))
     assert hidden.isnan().any(dim=-1).tolist() == [[False, True, True, False]]
+    (grad,) = torch.autograd.grad(hidden.sum(), model.embedding.tables[0])
+    assert grad.isnan().any(), "an optimiser would not skip the step"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,6 +152,10 @@ def test_modules_with_hooks_compute(device):
     hidden = model._embedded(torch.zeros(1, 2, dtype=torch.int64, device=device), model.init_state(1))
     model._regularised(hidden)
     assert heard == [model.embedding, model.dropout_out]
+    model.embedding.forward = lambda tokens: torch.ones(*tokens.shape, 10, device=device)  # pyright: ignore
+    model.dropout_embed = LockedDropout(0.0)
+    model.config.dropout_words = 0.0
+    assert bool((model._embedded(torch.zeros(1, 2, dtype=torch.int64, device=device), model.init_state(1)) == 1).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -6,6 +6,8 @@ On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as co
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import pytest
 import torch
@@ -182,36 +184,117 @@ def test_other_dropout_is_drawn_anew_in_each_step_and_has_the_same_mask_in_both_
     assert slope == pytest.approx(float((found["h0"] * direction).sum()), rel=2e-2, abs=2e-2)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"attention": "shifted"}, "attention is shifted"),
-        ({"encoding": "shaw"}, "encoding is shaw"),
-        ({"dropout_qkv": 0.1}, "dropout_qkv"),
-    ],
-    ids=str,
-)
-def test_other_models_keep_their_modules(change, reason):
-    model = built(dataclasses.replace(TINY, **change), "cpu")
-    if "attention" not in change:
-        model.backend = dataclasses.replace(model.backend, name="triton")
-    assert reason in (model.why_not_fused(model.init_state(1)) or "")
+@pytest.mark.parametrize("device", DEVICES)
+def test_neither_a_second_pass_nor_a_second_derivative_is_silently_wrong(device):
+    model = built(TINY, device)
+    hidden = torch.randn(1, 2, TINY.d_model, device=device, requires_grad=True)
+    r = model._encoded(distances_farthest_first(2, None, hidden.device), hidden.dtype)
+    for create_graph, message in ((False, "differentiated before"), (True, "once_differentiable")):
+        last, _ = fused_hidden_states(TINY, [*model.layers], [model.u, model.v], hidden, model.init_state(1), r)
+        (grad,) = torch.autograd.grad(last.square().sum(), hidden, create_graph=create_graph, retain_graph=True)
+        with pytest.raises(RuntimeError, match=message):
+            (grad if create_graph else last).sum().backward()
 
 
-@pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
-def test_a_hook_or_another_class_of_module_keeps_the_modules(norms):
-    model = built(dataclasses.replace(TINY, **NORMS[norms]), "cpu")
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Let a model on a CPU name the reason why it is not fused on a GPU."""
+    monkeypatch.setattr("txl.models.transformer_xl.why_not_triton", lambda device, *of: why_not_dtype(*of))
+
+
+def why_not_dtype(dtype: torch.dtype, d_head: int) -> str | None:
+    return None if dtype in (torch.float32, torch.bfloat16) else f"cannot train in {dtype}"
+
+
+def of_triton(config: TransformerXLConfig) -> TransformerXL:
+    model = built(config, "cpu")
     model.backend = dataclasses.replace(model.backend, name="triton")
     for attention in model.attentions:
         attention.attend = model.backend
-    state = model.init_state(1)
-    assert model.why_not_fused(state) is None
+    return model
+
+
+def why_not(model: TransformerXL, dtype: torch.dtype = torch.float32) -> str:
+    return model.why_not_fused(model.init_state(1), torch.zeros(1, 1, TINY.d_model, dtype=dtype)) or ""
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"encoding": "shaw"}, "encoding is shaw"), ({"dropout_qkv": 0.1}, "dropout_qkv")],
+    ids=str,
+)
+def test_other_models_keep_their_modules(change, reason):
+    config = dataclasses.replace(TINY, **change)
+    assert "attention is shifted" in why_not(built(config, "cpu"))
+    assert reason in why_not(of_triton(config))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("norms", ["post-norm", "pre-norm, qk_norm"])
+def test_a_hook_or_another_class_of_module_keeps_the_modules(norms):
+    model = of_triton(dataclasses.replace(TINY, **NORMS[norms]))
+    assert why_not(model) == ""
     with torch.no_grad():
         model.u.add_(1)  # other numbers change nothing
-    assert model.why_not_fused(state) is None
-    hook = model.attentions[0].register_forward_hook(lambda *_: None)
-    assert "hook" in (model.why_not_fused(state) or "")
-    hook.remove()
-    assert model.why_not_fused(state) is None
-    model.attentions[0].q_proj = torch.nn.Sequential(model.attentions[0].q_proj)  # pyright: ignore
-    assert "not a class" in (model.why_not_fused(state) or "")
+    assert why_not(model) == ""
+    attention = model.attentions[0]
+    for register in (
+        attention.register_forward_hook,
+        attention.norm.register_full_backward_hook,
+        attention.norm.register_full_backward_pre_hook,
+        torch.nn.modules.module.register_module_full_backward_hook,
+    ):
+        hook = register(lambda *_: None)
+        assert "hook" in why_not(model)
+        hook.remove()
+    assert why_not(model) == ""
+    attention.q_proj = torch.nn.Sequential(attention.q_proj)  # pyright: ignore
+    assert "not a class" in why_not(model)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("untie_r", [False, True])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda layer: layer.attention.q_proj.register_parameter("bias", torch.nn.Parameter(torch.ones(14))), "q_proj"),
+        (lambda layer: layer.attention.norm.register_parameter("bias", None), "norm.bias"),
+        (lambda layer: setattr(layer.feed_forward.norm, "eps", 1e-3), "eps"),
+        (lambda layer: setattr(layer.feed_forward.dropout_inner, "p", 0.5), "dropout"),
+        (lambda layer: setattr(layer.attention, "dropout", LockedDropout(0.0)), "dropout"),
+        (lambda layer: setattr(layer.attention, "dropatt", 0.5), "dropout"),
+        (lambda layer: layer.attention.eval(), "mode"),
+        (lambda layer: layer.double(), "float32"),
+    ],
+    ids=["bias", "no bias", "eps", "rate", "locked", "dropatt", "evaluation", "float64"],
+)
+def test_a_layer_that_was_changed_keeps_the_modules(change, reason, untie_r):
+    model = of_triton(dataclasses.replace(TINY, untie_r=untie_r))
+    assert why_not(model) == ""
+    change(model.layers[1])
+    assert reason in why_not(model)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_other_dtypes_and_transforms_keep_the_modules():
+    model = of_triton(TINY)
+    assert "float16" in why_not(model, torch.float16)
+    reasons = []
+    torch.func.grad(lambda number: (reasons.append(why_not(model)), number)[1])(torch.tensor(1.0))
+    assert "torch.func" in reasons[0]
+    model.u = torch.nn.Parameter(model.u.double())
+    assert "float32" in why_not(model)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_a_model_that_was_asked_is_freed_at_once():
+    model = of_triton(TINY)
+    assert why_not(model) == ""
+    freed = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -147,7 +147,7 @@ def kernel_attention(operands: Operands, scope: KeyScope, dropout: float = 0.0) 
 
 
 class AttentionCall(NamedTuple):
-    """What the kernels of a call share besides tensors."""
+    """All that the kernels of a call share besides tensors."""
 
     d_head: int  # D, the true width, of the scale 1/sqrt(D); operands have D' >= D columns, with zeros after D
     window: int  # number of keys that a query sees; S: no limit
@@ -177,25 +177,26 @@ class AttentionCall(NamedTuple):
             **dict(zip(("position_row", "position_head"), position.stride(), strict=False)),
         }
         try:
-            getattr(triton_kernels, name)[math.ceil(n_row / tile.block), *programs](
-                **tensors,
-                **strides,
-                **sizes,
-                oldest_of=self.oldest,
-                seed_at=self.seed,
-                n_head=n_head,
-                n_query=n_query,
-                n_key=self.n_key,
-                width=width,
-                window=self.window,
-                scale=1 / math.sqrt(self.d_head),
-                factor=1 / (1 - self.dropout),
-                THRESHOLD=round(self.dropout * 2**32),
-                PRECISION=precision(width, tf32),
-                WIDTH=padded_width(width),
-                BLOCK=tile.block,
-                **tile.options,
-            )
+            with torch.cuda.device_of(query):  # where Triton launches
+                getattr(triton_kernels, name)[math.ceil(n_row / tile.block), *programs](
+                    **tensors,
+                    **strides,
+                    **sizes,
+                    oldest_of=self.oldest,
+                    seed_at=self.seed,
+                    n_head=n_head,
+                    n_query=n_query,
+                    n_key=self.n_key,
+                    width=width,
+                    window=self.window,
+                    scale=1 / math.sqrt(self.d_head),
+                    factor=1 / (1 - self.dropout),
+                    THRESHOLD=round(self.dropout * 2**32),
+                    PRECISION=precision(width, tf32),
+                    WIDTH=padded_width(width),
+                    BLOCK=tile.block,
+                    **tile.options,
+                )
         except triton_kernels.triton.runtime.errors.OutOfResources as error:
             raise AttentionRefused("triton", f"does not fit on {query.device} ({error})") from None
 

@@ -21,6 +21,7 @@ from txl.models.initial_weights import init_weights
 from txl.models.language_model import LanguageModel, StateT, check_targets
 from txl.models.layers import Dropout, HeadNorm, LockedDropout, make_dropout
 from txl.models.loss import EVERY_TARGET, Objective, TailRows, at_least_float32, fused_dtype, nll_at_temperature
+from txl.models.structure import outsider
 
 
 class FamilyModel(LanguageModel[StateT]):
@@ -240,8 +241,7 @@ class FamilyModel(LanguageModel[StateT]):
 
 def _is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a module is of this class and has no hooks, so that a kernel may compute what it computes."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return type(module) is kind and not any(hooks)
+    return type(module) is kind and outsider(module, frozenset({kind, nn.Module}), backward=True) is None
 
 
 def _locked_mask(dropout: nn.Module, n_lane: int, like: Tensor) -> tuple[Tensor | None, float]:

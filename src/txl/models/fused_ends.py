@@ -133,7 +133,7 @@ def regularised_gradient_kernel(
 
 
 class LookUp(NamedTuple):
-    """What multiplies embeddings in training; masks are 1 where kept and 0 where dropped."""
+    """Factors of embeddings in training; masks are 1 where kept and 0 where dropped."""
 
     scale: float
     words: Tensor | None  # float32 [V], `dropout_words`
@@ -149,7 +149,8 @@ def looked_up(table: Tensor, tokens: Tensor, drops: LookUp) -> tuple[Tensor, Ten
     Gradients of the second result are those of the table. If both results have gradients, those of the embeddings are
     added in place to the other, which spares three passes over the table. There are no second derivatives.
     """
-    return _LookedUp.apply(table, tokens, drops)  # pyright: ignore[reportReturnType]
+    with torch.cuda.device_of(table):  # where Triton launches; autograd does the same
+        return _LookedUp.apply(table, tokens, drops)  # pyright: ignore[reportReturnType]
 
 
 class _LookedUp(torch.autograd.Function):
@@ -167,7 +168,10 @@ class _LookedUp(torch.autograd.Function):
             return of_table, None, None
         tokens, words, begins, lanes = ctx.saved_tensors
         drops = ctx.drops._replace(words=words, begins=begins, lanes=lanes)
-        rows, tokens = _factored(_dense(above), tokens, ctx.n_token, drops).flatten(0, 1), tokens.t().flatten()
+        rows = _factored(_dense(above), tokens, ctx.n_token, drops).flatten(0, 1)
+        # The rows of tokens outside of the vocabulary are NaN, and sums would be written outside of the gradient.
+        inside = tokens.new_empty(tokens.t().shape)
+        tokens = torch.clamp(tokens.t(), 0, ctx.n_token - 1, out=inside).flatten()
         if of_table is None:
             of_table = _sums_of_rows(rows, tokens, ctx.n_token)
         elif ctx.n_token < _MANY * len(tokens):
@@ -218,7 +222,8 @@ class Regularisers(NamedTuple):
 
 def regularised(hidden: Tensor, terms: Regularisers) -> tuple[Tensor, Tensor]:
     """Return h^N [B,T,E] after dropout in float32, and the sum of the regularisers; no second derivatives."""
-    return _Regularised.apply(hidden, terms)  # pyright: ignore[reportReturnType]
+    with torch.cuda.device_of(hidden):
+        return _Regularised.apply(hidden, terms)  # pyright: ignore[reportReturnType]
 
 
 class _Regularised(torch.autograd.Function):

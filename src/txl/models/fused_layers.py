@@ -19,7 +19,7 @@ of a head, E d_model, I d_inner. Padded widths are written D', E', I'; A' = H D'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from txl.attention.triton_attention import AttentionCall, attend, attend_backwar
 from txl.config import TransformerXLConfig
 from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Dropped, Norm, Normed, QueryMasks
+from txl.models.layers import LockedDropout
 from txl.models.memory import Memory
 
 # Bytes of gradients that are kept for the gradients of several layers' weights: those of small layers, which fill a
@@ -57,7 +58,7 @@ _GAINS = tuple(f"attention.{name}_norm.weight" for name in "qkr")  # of `qk_norm
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call of the layers reads beside tensors with gradients."""
+    """All that a call of the layers reads beside tensors with gradients."""
 
     config: TransformerXLConfig
     scope: KeyScope
@@ -92,9 +93,57 @@ def fused_hidden_states(
     matrices = [of(layer, f"{name}.weight") for name in _MATRICES for layer in layers]
     vectors = [of(layer, name) for layer in layers for name in _vectors(config)]
     plan = Plan(config, state.scope(), dtype, state.hidden, r)
-    with torch.autocast(device, enabled=False):
+    # Triton launches on the current device; autograd makes that of the gradient current.
+    with torch.autocast(device, enabled=False), torch.cuda.device_of(hidden):
         last, *inputs = _Layers.apply(hidden, plan, *biases, *matrices, *vectors)  # pyright: ignore
     return last, inputs
+
+
+def unlike_configuration(config: TransformerXLConfig, layers: Iterable[nn.Module], training: bool) -> str | None:
+    """Return what in the layers differs from what the configuration says, and `fused_hidden_states` would not see.
+
+    Users may add a bias to a projection, change a rate, or train with a part in evaluation mode.
+
+    Args:
+        layers: with the modules' own classes.
+        training: the mode that all modules must have; only in training, rates of dropout count.
+    """
+    inner = config.dropout if config.dropout_inner is None else config.dropout_inner
+    rates = {
+        "attention.dropout": config.dropout,
+        "attention.dropout_qkv": config.dropout_qkv,
+        "feed_forward.dropout": config.dropout,
+        "feed_forward.dropout_inner": inner,
+        "attention": config.dropatt,
+    }
+    expected = {f"{name}.weight" for name in _MATRICES}.union(_vectors(config))
+    expected |= {"attention.u", "attention.v"} if config.untie_r else set()
+    for number, layer in enumerate(layers):
+        parameters = set()
+        for name, module in layer.named_modules():
+            own, why = vars(module), None
+            rate, is_locked = own.get("p", own.get("dropatt")), isinstance(module, LockedDropout)
+            if own["training"] != training:
+                why = "another mode"
+            elif training and (rate != rates.get(name) or ("p" in own and is_locked != config.locked_dropout)):
+                why = "another dropout"
+            elif own.get("eps", config.layer_norm_eps) != config.layer_norm_eps:
+                why = "another eps"
+            for key, parameter in own["_parameters"].items():
+                if parameter is not None:
+                    parameters.add(f"{name}.{key}")
+                    if not is_float32(parameter):
+                        why = "parameters that are sharded or not in float32"
+            if why is not None:
+                return f"{name or 'all'} of layer {number} has {why}"
+        if parameters != expected:
+            return f"layer {number} has other parameters: {', '.join(sorted(parameters ^ expected))}"
+    return None
+
+
+def is_float32(parameter: Tensor) -> bool:
+    """Return whether a parameter is a plain one in float32, not sharded."""
+    return type(parameter) is nn.Parameter and parameter.dtype == torch.float32
 
 
 class _Layers(torch.autograd.Function):
@@ -111,13 +160,14 @@ class _Layers(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore
         run, ctx.run = ctx.run, None
-        assert run is not None, "the layers keep nothing for a second backward pass"
+        if run is None:
+            raise RuntimeError("the layers were differentiated before; they keep nothing for a second backward pass")
         grad_hidden, grads = run.backward(grad)
         return grad_hidden, None, *grads
 
 
 class _Kept(NamedTuple):
-    """What the backward pass of a layer reads, beside the layer's part of the context."""
+    """All that the backward pass of a layer reads, beside the layer's part of the context."""
 
     query: Tensor | None  # [N,A'], before `qk_norm`, if there is one
     query_u: Tensor  # [T,B,H,D']

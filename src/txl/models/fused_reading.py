@@ -81,7 +81,7 @@ class FusedWindow(MemoryWindow):
 
     def read(self, hidden: Float[Tensor, "B T E"]) -> Float[Tensor, "B T E"]:
         """Return h^N from h^0, and move the window by the segment."""
-        with torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False), torch.cuda.device_of(hidden):
             last = self._read(hidden)
         self._move(min(self.capacity, self.length + self.n_new), 1)
         return last

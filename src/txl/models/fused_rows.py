@@ -27,7 +27,7 @@ MOST_PROGRAMS = 528
 
 
 class Tile(NamedTuple):
-    """What a program computes at a time, and Triton's options."""
+    """Numbers that a program computes at a time, and Triton's options."""
 
     rows: int
     columns: int

@@ -122,7 +122,7 @@ class Cluster(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the backward pass reads of a cluster."""
+    """All that the backward pass reads of a cluster."""
 
     rows: Tensor  # [N,E], padded, in the compute dtype
     weight: Tensor  # [P,E], padded, in the compute dtype
@@ -156,7 +156,8 @@ def fused_cross_entropies(
                 f"targets have the shape {tuple(targets.shape)}; expected one for each of {len(rows)} rows"
             )
     rows, room = [cluster.rows for cluster in clusters], limit if torch.is_grad_enabled() else 0
-    return _FusedCrossEntropy.apply(clusters, dtype, limit, room, *rows, *tensors)  # pyright: ignore[reportReturnType]
+    with torch.cuda.device_of(rows[0]):  # where Triton launches; autograd does the same
+        return _FusedCrossEntropy.apply(clusters, dtype, limit, room, *rows, *tensors)  # pyright: ignore[reportReturnType]
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

@@ -20,6 +20,9 @@ from txl.models.compiled_step import LayerWeights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _TENSORS = ("_parameters", "_buffers")
+# Hooks of a module by the pass that calls them.
+_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 _version, _training = attrgetter("_version"), itemgetter("training")
 
 
@@ -73,30 +76,20 @@ class Frozen:
 
     def __init__(self, model: nn.Module, own: frozenset[type]):
         self.model = model
-        # Message about a module that must be called itself: its class is not in `own`, or it has a forward hook.
-        self.outsider: str | None = None
+        self.outsider = outsider(model, own)
         self.weights: LayerWeights | None = None  # for the compiled steps, kept here by the first of them
         self._vars: list[dict[str, Any]] = []
         self._hooks: list[dict[int, Any]] = []
         # Every place from which a call of the model takes a module, a tensor or a method.
         places: list[tuple[dict[str, Any], str]] = []
         self._heard = _all_are_heard()
-        if self._heard:
-            self.outsider = "every module has a forward hook"
-        for name, module in model.named_modules():
+        for module in model.modules():
             attributes = vars(module)
             self._vars.append(attributes)
-            hooks = attributes["_forward_hooks"], attributes["_forward_pre_hooks"]
-            self._hooks += hooks
+            self._hooks += [attributes[kind] for kind in _FORWARD]
             places += [(attributes[kind], key) for kind in ("_modules", *_TENSORS) for key in attributes[kind]]
             # A method may also be replaced on a single module: `module.forward = ...`.
             places += [(attributes, key) for key in ("forward", "attend") if key == "forward" or key in attributes]
-            if self.outsider is None:
-                place = f"{name or 'the model'} ({type(module).__name__})"
-                if "forward" in attributes or _home(type(module)) not in own:
-                    self.outsider = f"{place} is not a class of this model's modules"
-                elif _any_listens(*hooks):
-                    self.outsider = f"{place} has a forward hook"
         self._owners, self._names = zip(*places, strict=True)
         self._values = [*map(dict.get, self._owners, self._names)]
         self._counts = [*map(len, self._hooks)]
@@ -113,13 +106,11 @@ class Frozen:
 
         A change through `parameter.data` is not detected, because PyTorch does not count it as a new version.
         """
-        return self.structure_holds(hooks) and self._contents_now() == self._contents
-
-    def structure_holds(self, hooks: bool = True) -> bool:
-        """Return `holds`, but allow parameters and buffers with other numbers."""
         # Asked for each segment and each decoded token, so the loops run in C.
-        return all(map(is_, map(dict.get, self._owners, self._names), self._values)) and (
-            not hooks or ([*map(len, self._hooks)] == self._counts and _all_are_heard() == self._heard)
+        return (
+            all(map(is_, map(dict.get, self._owners, self._names), self._values))
+            and (not hooks or ([*map(len, self._hooks)] == self._counts and _all_are_heard() == self._heard))
+            and self._contents_now() == self._contents
         )
 
     def evaluates(self) -> bool:
@@ -129,6 +120,25 @@ class Frozen:
     def _contents_now(self) -> tuple[list[int], list[int]]:
         """Return the addresses and versions of all tensors: `model.to` changes the first, an optimiser the second."""
         return [*map(Tensor.data_ptr, self._tensors)], [*map(_version, self._counted)]
+
+
+def outsider(model: nn.Module, own: frozenset[type], backward: bool = False) -> str | None:
+    """Return a message about a module that must be called itself: its class is not in `own`, or it has a forward hook.
+
+    With `backward`, a hook of the backward pass counts, too.
+    """
+    kinds = _FORWARD + _BACKWARD if backward else _FORWARD
+    if _all_are_heard(kinds):
+        return "every module has a hook"
+    for name, module in model.named_modules():
+        attributes, why = vars(module), None
+        if "forward" in attributes or _home(type(module)) not in own:
+            why = "is not a class of this model's modules"
+        elif _any_listens(*[attributes[kind] for kind in kinds]):
+            why = "has a hook"
+        if why is not None:
+            return f"{name or 'the model'} ({type(module).__name__}) {why}"
+    return None
 
 
 @functools.cache
@@ -145,6 +155,6 @@ def _any_listens(*kinds: dict[int, Any]) -> bool:
     )
 
 
-def _all_are_heard() -> bool:
+def _all_are_heard(kinds: tuple[str, ...] = _FORWARD) -> bool:
     """Return whether a global hook of the user is called for every module."""
-    return _any_listens(_global._global_forward_hooks, _global._global_forward_pre_hooks)
+    return _any_listens(*(getattr(_global, f"_global{kind}") for kind in kinds))

@@ -21,21 +21,22 @@ from torch import Tensor, nn
 
 from txl.attention import Backend, RelativeAttention, attention_backend, attention_note
 from txl.attention.equations import KeyScope, Operands, distances_farthest_first, sinusoid
+from txl.attention.triton_attention import why_not_triton
 from txl.config import Lengths, ModelConfig, TransformerXLConfig
 from txl.errors import UserError
 from txl.models.adaptive import AdaptiveEmbedding
 from txl.models.compiled_step import LayerWeights, caches_of, layer_weights, places_of
 from txl.models.family import FamilyModel
-from txl.models.fused_layers import fused_hidden_states
+from txl.models.fused_layers import fused_hidden_states, is_float32, unlike_configuration
 from txl.models.initial_weights import init_induction
 from txl.models.language_model import check_targets
 from txl.models.layers import Dropout, HeadNorm, Linear, LockedDropout, PositionwiseFeedForward, make_dropout
 from txl.models.loss import EVERY_TARGET, Objective
 from txl.models.memory import Memory, MemoryWindow, ProjectedSegment, Projections
-from txl.models.structure import Frozen
+from txl.models.structure import Frozen, outsider
 from txl.native.build import library
 from txl.native.operations import MOST_ROWS, sums_dtype
-from txl.native.tensors import readable
+from txl.native.tensors import readable, transforms_are_active
 
 # u and v, [H,D] each.
 Biases = tuple[Tensor, Tensor]
@@ -201,7 +202,6 @@ class TransformerXL(FamilyModel[Memory]):
             self.u = nn.Parameter(torch.empty(config.n_head, config.d_head))
             self.v = nn.Parameter(torch.empty(config.n_head, config.d_head))
         self.dropout_r = self._dropout(config.dropout_r)
-        self._structure: Frozen | None = None
         self._finish()
 
     @property
@@ -263,7 +263,7 @@ class TransformerXL(FamilyModel[Memory]):
         """Compute h^N and the next memory from h^0 [B,T,E] and the hidden states of memory, as in Section 3.3."""
         n_key, clamp_len, scope = state.length + hidden.shape[1], state.lengths.clamp_len, state.scope()
         r = self._encoded(distances_farthest_first(n_key, clamp_len, hidden.device), hidden.dtype)
-        if hidden.is_cuda and self.training and torch.is_grad_enabled() and self.why_not_fused(state) is None:
+        if hidden.is_cuda and self.training and torch.is_grad_enabled() and self.why_not_fused(state, hidden) is None:
             biases = self._shared_biases() or [bias for attention in self.attentions for bias in attention.biases(None)]
             hidden, layer_inputs = fused_hidden_states(self.config, [*self.layers], biases, hidden, state, r)
             return hidden, state.after_hidden(layer_inputs)
@@ -367,20 +367,31 @@ class TransformerXL(FamilyModel[Memory]):
         """Return a record of the model as it is now; while it holds, projections of memory are not computed again."""
         return Frozen(self, _OWN)
 
-    def why_not_fused(self, state: Memory) -> str | None:
-        """Return why the modules must compute a training step on a GPU; None if `fused_hidden_states` can."""
-        config = self.config
-        if self._structure is None or not self._structure.structure_holds():
-            self._structure = self.freeze()
+    def why_not_fused(self, state: Memory, hidden: Tensor) -> str | None:
+        """Return why the modules must compute a training step from h^0 on a GPU; None if `fused_hidden_states` can.
+
+        Nothing is remembered: a record of the model, kept in it, would be a cycle.
+        """
+        config, device = self.config, hidden.device
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype  # of the products
+        if torch.compiler.is_compiling() or transforms_are_active():  # neither may see the checks below
+            return "torch.compile or torch.func traces"
+        if self.backend.name != "triton":
+            return f"attention is {self.backend.name}"
+        if (reason := why_not_triton(device, dtype, config.d_head)) is not None:
+            return f"triton {reason}"  # the modules' attention raises this error
+        if (obstacle := config.fusion_obstacle()) is not None:
+            return obstacle
         reasons = {
-            f"attention is {self.backend.name}": self.backend.name != "triton",
             "gradients flow into memory": state.differentiable,
-            config.fusion_obstacle() or "": config.fusion_obstacle() is not None,
             "layers are compiled": any(layer._compiled_call_impl is not None for layer in self.layers),
             "an observer wraps attention": any(own.attend is not self.backend for own in self.attentions),
-            "parameters are sharded": any(type(parameter) is not nn.Parameter for parameter in self.parameters()),
+            "u and v are not in float32": self.shares_biases and not (is_float32(self.u) and is_float32(self.v)),
         }
-        return next((reason for reason, holds in reasons.items() if holds), self._structure.outsider)
+        if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+            return reason
+        return outsider(self.layers, _OWN, backward=True) or unlike_configuration(config, self.layers, training=True)
 
     def position_projections(
         self, n_distance: int, clamp_len: int | None, like: Tensor

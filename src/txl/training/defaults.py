@@ -1,4 +1,4 @@
-"""What is fast on a device where the user leaves it open: number format, recorded steps and attention."""
+"""Settings that are fast on a device, where the user leaves them open: number format, recorded steps, attention."""
 
 from __future__ import annotations
 
