@@ -7,6 +7,7 @@ before.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -115,8 +116,15 @@ class Captured:
         torch.cuda.current_stream().wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
         pool = None if self._beside is None or self._beside._graph is None else self._beside._graph.pool()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self.outputs = self._function(*self.inputs)
+        # What Python's collector of cycles destroys may wait for the device, which would spoil the recording.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+                self.outputs = self._function(*self.inputs)
+        finally:
+            if collects:
+                gc.enable()
         return self._graph.replay
 
 

@@ -11,6 +11,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +266,24 @@ def test_graphs_of_other_lengths_share_the_memory_of_one_that_is_recorded(record
         tokens = torch.zeros(2, length, dtype=torch.int64)
         states = step(model, optimizer, StepInputs(tokens, tokens, states), config).states
     assert [graph._beside for graph in recording] == [None, recording[0]]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cycles_are_not_collected_while_a_graph_is_recorded(fails, monkeypatch):
+    """An engine that is collected there would wait for the device, which a recording must not."""
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    torch.cuda.graph.return_value.__exit__.return_value = False  # pyright: ignore[reportAttributeAccessIssue]
+    seen = []
+
+    def function(tokens: torch.Tensor) -> tuple[torch.Tensor]:
+        seen.append(gc.isenabled())
+        return (tokens[3 if fails and len(seen) == 2 else 0],)
+
+    with pytest.raises(IndexError) if fails else contextlib.nullcontext():
+        Captured(function, warm_up=1).record(torch.zeros(1))
+    assert seen == [True, False]
+    assert gc.isenabled()
 
 
 def test_graphs_end_where_an_average_of_the_weights_begins(monkeypatch):
