@@ -14,6 +14,7 @@ import torch
 from tests.attention.test_triton_attention import DEVICES
 from torch import Tensor
 
+import txl
 from txl.attention.equations import distances_farthest_first
 from txl.config import TransformerXLConfig
 from txl.models import fused_layers
@@ -94,6 +95,18 @@ def test_the_layers_and_all_gradients_are_those_of_the_modules(segment, norms, u
     model = built(dataclasses.replace(TINY, untie_r=untie_r, **NORMS[norms]), device)
     state = memory_of(model, segment, device)
     hidden = torch.randn(segment[0], segment[1], TINY.d_model).to(device)
+    expected = passes(model, hidden, state, fused=False)
+    check_equal(passes(model, hidden, state, fused=True), expected, 2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("n_memory", "window"), [(9, None), (3, 2)], ids=["whole tiles", "short memory and window"])
+def test_widths_that_need_no_padding(n_memory, window, device):
+    model = built(dataclasses.replace(TINY, d_model=32, d_head=16, d_inner=48, pre_norm=n_memory == 9), device)
+    state = memory_of(model, (2, 7, n_memory, None, window), device)
+    # As in recorded steps after a reset: the numbers of filled positions are on the device.
+    state = dataclasses.replace(state, filled_tensor=torch.tensor([n_memory, 1], device=device))
+    hidden = torch.randn(2, 7, 32).to(device)
     expected = passes(model, hidden, state, fused=False)
     check_equal(passes(model, hidden, state, fused=True), expected, 2e-5)
 
@@ -207,6 +220,7 @@ def why_not_dtype(dtype: torch.dtype, d_head: int) -> str | None:
 
 
 def of_triton(config: TransformerXLConfig) -> TransformerXL:
+    """Return a model whose attention is `triton`, on a CPU."""
     model = built(config, "cpu")
     model.backend = dataclasses.replace(model.backend, name="triton")
     for attention in model.attentions:
@@ -228,6 +242,15 @@ def test_other_models_keep_their_modules(change, reason):
     config = dataclasses.replace(TINY, **change)
     assert "attention is shifted" in why_not(built(config, "cpu"))
     assert reason in why_not(of_triton(config))
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("preset", ["enwik8-12L", "ptb", "stdlib-bpe", "wt103-base"])
+def test_models_of_presets_are_fused(preset):
+    config = txl.preset(preset).model
+    assert isinstance(config, TransformerXLConfig)
+    small = {"n_layer": 2, "d_model": 20, "n_head": 2, "d_head": 7, "d_inner": 18, "d_embed": None, "cutoffs": ()}
+    assert why_not(of_triton(dataclasses.replace(config, **small))) == ""
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -21,11 +21,6 @@ from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
 
 
-def padded_head(d_head: int) -> int:
-    """Return the width D' of a head in the kernels."""
-    return _padded(d_head)
-
-
 class FusedWeights:
     """Padded copies of a model's matrices in the dtype of the products, at fixed addresses."""
 
