@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -87,12 +88,27 @@ def test_the_code_beside_the_weights_is_this_package_s_own_and_complete():
     for name, text in files.items():
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and node.level == 1:
-                assert f"{node.module}.py" in files, (name, node.module)
+                for module in [node.module] if node.module else [alias.name for alias in node.names]:
+                    assert f"{module}.py" in files, (name, module)
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = [each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or ""]
                 assert not any(each.split(".")[0] == "txl" for each in names), name
                 outside = {each.split(".")[0] for each in names} - set(sys.stdlib_module_names)
-                assert outside <= {"torch", "transformers"}, (name, outside)
+                kernels = {"triton"} if name.endswith(("_kernels.py", "_fused_ends.py")) else set()
+                assert outside <= {"torch", "transformers"} | kernels, (name, outside)
+
+
+def test_the_code_beside_the_weights_can_be_imported(tmp_path):
+    """On a machine without transformers and Triton, the model's module can, and those that it imports."""
+    for name, text in flat_modules("txl.huggingface").items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    code = "from flat.txl_models_transformer_xl import TransformerXL, fused_hidden_states; import sys; "
+    code += "print(*[name for name in sys.modules if name.split('.')[0] == 'txl'])"
+    (tmp_path / "__init__.py").touch()
+    (tmp_path.parent / "flat").symlink_to(tmp_path)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=tmp_path.parent, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout.strip()) == (0, ""), found.stderr
 
 
 def test_the_code_beside_the_weights_compiles_what_this_package_compiles():

@@ -154,9 +154,10 @@ def flat_modules(start: str) -> dict[str, str]:
     """Return the source of a module and of all modules of this package that it imports, as files of one flat folder.
 
     transformers can open such a folder without this package: `from txl.models.adaptive import X` becomes
-    `from .txl_models_adaptive import X`. Imports of jaxtyping are removed: annotations are never evaluated, and
-    jaxtyping may not be installed where the export is opened. The C++ sources become a dictionary of texts, for a
-    folder of only Python files.
+    `from .txl_models_adaptive import X`. A module that is imported whole also gives a name, because transformers finds
+    only such files. Imports of jaxtyping are removed: annotations are never evaluated, and jaxtyping may not be
+    installed where the export is opened. The C++ sources become a dictionary of texts, for a folder of only Python
+    files.
     """
     files: dict[str, str] = {}
     waiting = [start]
@@ -174,16 +175,27 @@ def flat_modules(start: str) -> dict[str, str]:
             source = f'"""The C++ sources."""\n\n\ndef cpp_sources() -> dict[str, str]:\n    return {texts}\n'
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "txl":
-                waiting.append(node.module)
+                whole = [f"{node.module}.{alias.name}" for alias in node.names]
+                waiting += [name if _is_module(name) else node.module for name in whole]
         flat = re.sub(r"^from jaxtyping import .*\n", "", source, flags=re.MULTILINE)
-        flat = re.sub(
-            r"^(\s*)from (txl[\w.]*) import",
-            lambda line: f"{line[1]}from .{line[2].replace('.', '_')} import",
-            flat,
-            flags=re.MULTILINE,
-        )
+        flat = re.sub(r"^(\s*)from (txl[\w.]*) import(?: (\w+)$)?", _flat_import, flat, flags=re.MULTILINE)
         files[name] = f"# {module} of transformer-xl {txl.__version__} (Apache-2.0), copied by txl export.\n{flat}"
     return files
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # the name before the last dot is no package
+        return False
+
+
+def _flat_import(line: re.Match[str]) -> str:
+    space, module, name = line.groups()
+    if name is not None and _is_module(f"{module}.{name}"):
+        file = f"{module}.{name}".replace(".", "_")
+        return f"{space}from .{file} import __name__ as _; from . import {file} as {name}"
+    return f"{space}from .{module.replace('.', '_')} import" + ("" if name is None else f" {name}")
 
 
 PADDING = "<|pad|>"  # its id follows those of the vocabulary; it is no token of the model
