@@ -7,6 +7,7 @@ before.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterator
@@ -53,6 +54,11 @@ def compute_capability(device: torch.device | str | None) -> tuple[int, int] | N
     return torch.cuda.get_device_capability(place)
 
 
+def records_on(device: torch.device) -> bool:
+    """Return whether functions of tensors on a device can be `Captured`: on the current NVIDIA GPU."""
+    return device.type == "cuda" and device.index == torch.cuda.current_device()
+
+
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy a CPU tensor to a device; copies to a GPU use pinned memory, so that the program does not wait."""
     if torch.device(device).type != "cuda":
@@ -68,8 +74,14 @@ def seed_generators(seed: int, device: str) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+@functools.cache
+def _recording_stream(device: int) -> torch.cuda.Stream:
+    """Return a GPU's stream for recordings, one for all: graphs share memory only within one stream."""
+    return torch.cuda.Stream(device)
+
+
 class Captured:
-    """Function of CUDA tensors, recorded once as a CUDA graph and replayed: hundreds of kernels cost one launch.
+    """Function of tensors on the current GPU, recorded as a CUDA graph and replayed: hundreds of kernels, one launch.
 
     All calls must have the shapes of the first call. The function may write to its own tensors and to its inputs. It
     must not wait for the device.
@@ -117,10 +129,11 @@ class Captured:
         self._graph = torch.cuda.CUDAGraph()
         pool = None if self._beside is None or self._beside._graph is None else self._beside._graph.pool()
         # What Python's collector of cycles destroys may wait for the device, which would spoil the recording.
-        collects = gc.isenabled()
+        stream, collects = _recording_stream(torch.cuda.current_device()), gc.isenabled()
         gc.disable()
         try:
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            # PyTorch's own stream for recordings is that of the first GPU that recorded.
+            with torch.cuda.graph(self._graph, pool, stream, capture_error_mode="thread_local"):
                 self.outputs = self._function(*self.inputs)
         finally:
             if collects:

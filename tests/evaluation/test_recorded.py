@@ -22,7 +22,8 @@ from torch import nn
 from txl.attention import KeyScope, Operands
 from txl.config import TransformerXLConfig, VanillaConfig, as_family
 from txl.data.characters import CharVocabulary
-from txl.devices import Captured
+from txl.devices import Captured, records_on
+from txl.evaluation import recorded
 from txl.evaluation.dynamic import Adaptation, evaluate_dynamically, gradient_statistics
 from txl.evaluation.perplexity import evaluate, evaluate_with
 from txl.evaluation.recorded import WARM, Recordings, fuses
@@ -227,6 +228,16 @@ def test_dynamic_evaluation_is_recorded(settings: dict[str, Any], recording):
     assert eager.segments == sums.segments == 14
     assert all(torch.equal(square, sums.squares[name]) for name, square in eager.squares.items())
     assert 0 < counts[2] < counts[3]
+
+
+def test_only_what_lies_on_the_current_gpu_is_recorded(monkeypatch):
+    """On another one, a recording would be empty, and its replays would compute nothing."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [name for name in ("cuda:0", "cuda:1", "cpu") if records_on(torch.device(name))] == ["cuda:1"]
+    model = lively(SMALL)
+    for is_current in (False, True):
+        monkeypatch.setattr(recorded, "records_on", lambda device, is_current=is_current: is_current)
+        assert recorded.records(model) == recorded.records_windows(model) == is_current
 
 
 @pytest.mark.parametrize("kind", ["lanes", "windows", "dynamic"])

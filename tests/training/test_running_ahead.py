@@ -21,6 +21,7 @@ from tests.training.test_trainer import assert_continues_exactly, assert_same_en
 from tests.waiting import AHEAD, Waits
 
 import txl
+from txl import devices
 from txl.config import ModelConfig, RecurrentConfig, TrainConfig, TransformerXLConfig, VanillaConfig
 from txl.devices import Captured, sent
 from txl.errors import RunInterrupted, UserError
@@ -271,7 +272,7 @@ def test_graphs_of_other_lengths_share_the_memory_of_one_that_is_recorded(record
 @pytest.mark.parametrize("fails", [False, True])
 def test_cycles_are_not_collected_while_a_graph_is_recorded(fails, monkeypatch):
     """An engine that is collected there would wait for the device, which a recording must not."""
-    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+    for name in ("Stream", "current_device", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
     torch.cuda.graph.return_value.__exit__.return_value = False  # pyright: ignore[reportAttributeAccessIssue]
     seen = []
@@ -284,6 +285,7 @@ def test_cycles_are_not_collected_while_a_graph_is_recorded(fails, monkeypatch):
         Captured(function, warm_up=1).record(torch.zeros(1))
     assert seen == [True, False]
     assert gc.isenabled()
+    devices._recording_stream.cache_clear()
 
 
 def test_graphs_end_where_an_average_of_the_weights_begins(monkeypatch):

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from txl.attention.triton_attention import why_not_triton
-from txl.devices import Captured
+from txl.devices import Captured, records_on
 from txl.models.fused_layers import unlike_configuration
 from txl.models.fused_reading import FusedWeights, FusedWindow
 from txl.models.language_model import LanguageModel, State
@@ -34,8 +34,8 @@ _MOST_SHAPES = 64  # shapes beyond which a step is recorded only if its memory i
 
 
 def records(model: LanguageModel) -> bool:
-    """Return whether evaluations of a model may be recorded: those of a Transformer-XL on an NVIDIA GPU."""
-    return type(model) is TransformerXL and model.softmax.bias.device.type == "cuda"
+    """Return whether evaluations of a model may be recorded: those of a Transformer-XL on the current NVIDIA GPU."""
+    return type(model) is TransformerXL and records_on(model.softmax.bias.device)
 
 
 def fuses(view: TransformerXL, dtype: torch.dtype) -> bool:
@@ -55,8 +55,8 @@ def fuses(view: TransformerXL, dtype: torch.dtype) -> bool:
 
 
 def records_windows(model: LanguageModel) -> bool:
-    """Return whether windows without memory may be recorded: those of a Transformer on an NVIDIA GPU."""
-    return type(model) in (TransformerXL, VanillaTransformer) and next(model.parameters()).device.type == "cuda"
+    """Return whether windows without memory may be recorded: those of a Transformer on the current NVIDIA GPU."""
+    return type(model) in (TransformerXL, VanillaTransformer) and records_on(next(model.parameters()).device)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from txl.config import Limit
-from txl.devices import sent
+from txl.devices import records_on, sent
 from txl.errors import UserError
 from txl.generation.fused_step import FusedStep, why_not_fused
 from txl.generation.sampling import (
@@ -97,8 +97,9 @@ class DecodeEngine:
         max_streams: largest number of streams at the same time.
         dtype: dtype of weights, keys and values; None: the model's own. With another dtype, the engine holds a copy of
             the weights, converted once.
-        compile: use the compiled step on a CPU, and a CUDA graph on a GPU; False: a step of PyTorch's operations, each
-            of which the compiled library may still compute (`txl.native.build.compiled_code` forbids it).
+        compile: use the compiled step on a CPU, and a CUDA graph on the current GPU; False: a step of PyTorch's
+            operations, each of which the compiled library may still compute (`txl.native.build.compiled_code` forbids
+            it).
         mem_len, window, clamp_len: as in `LanguageModel.init_state`, for all streams.
     """
 
@@ -141,7 +142,7 @@ class DecodeEngine:
                 if compiles and (weights := self.model.compiled_weights()) is not None:
                     self._step = CompiledStep(self.model, self._slots, clamp, weights)
                 else:
-                    captured = compile and like.device.type == "cuda"
+                    captured = compile and records_on(like.device)
                     kind = FusedStep if captured and why_not_fused(self.model) is None else StaticStep
                     self._step = kind(self.model, self._slots, clamp, captured=captured)
         self.compiled = isinstance(self._step, CompiledStep)
