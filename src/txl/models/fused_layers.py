@@ -108,12 +108,11 @@ def unlike_configuration(config: TransformerXLConfig, layers: Iterable[nn.Module
         layers: with the modules' own classes.
         training: the mode that all modules must have; only in training, rates of dropout count.
     """
-    inner = config.dropout if config.dropout_inner is None else config.dropout_inner
     rates = {
         "attention.dropout": config.dropout,
         "attention.dropout_qkv": config.dropout_qkv,
         "feed_forward.dropout": config.dropout,
-        "feed_forward.dropout_inner": inner,
+        "feed_forward.dropout_inner": _inner_rate(config),
         "attention": config.dropatt,
     }
     expected = {f"{name}.weight" for name in _MATRICES}.union(_vectors(config))
@@ -229,7 +228,7 @@ class _Run:
 
     def _draw(self) -> None:
         config, device = self.config, self.like.device
-        inner = config.dropout if config.dropout_inner is None else config.dropout_inner
+        inner = _inner_rate(config)
         self.drops: list[tuple[Dropped, Dropped, Dropped]] = []  # of each layer: after W_o, after ReLU, after W_2
         self.masks: list[QueryMasks | None] = [None] * self.n_layer
         self.inner_factor = 1 / (1 - inner)
@@ -474,6 +473,10 @@ class _Run:
 
 def _vectors(config: TransformerXLConfig) -> tuple[str, ...]:
     return _VECTORS + _GAINS if config.qk_norm else _VECTORS
+
+
+def _inner_rate(config: TransformerXLConfig) -> float:
+    return config.dropout if config.dropout_inner is None else config.dropout_inner
 
 
 def _padded(width: int) -> int:
