@@ -97,7 +97,9 @@ def test_losses_and_gradients_are_those_of_float64(case, low, device):
     right = with_gradients(partial(plain, targets), [each.double() for each in numbers], weights)
     with torch.autocast(device, LOW, enabled=low):
         ours = with_gradients(
-            lambda *leaves: linear_cross_entropy(*leaves, targets, max_logits=limit), numbers, weights
+            lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, bias, targets, max_logits=limit),
+            numbers,
+            weights,
         )
     assert all(each.dtype == torch.float32 and each.is_contiguous() for each in ours)
     for our, other in zip(ours, right, strict=True):
@@ -110,7 +112,9 @@ def test_large_logits_lose_only_their_own_rounding(offset, device):
     hidden, weight, bias, targets, weights = drawn(device, 9, 1100, 41)
     numbers = [60 * hidden, weight, bias + offset]
     right = with_gradients(partial(plain, targets), [each.double() for each in numbers], weights)
-    ours = with_gradients(lambda *leaves: linear_cross_entropy(*leaves, targets), numbers, weights)
+    ours = with_gradients(
+        lambda hidden, weight, bias: linear_cross_entropy(hidden, weight, bias, targets), numbers, weights
+    )
     for our, other in zip(ours, right, strict=True):
         assert distance(our, other) < 5e-4
 
@@ -155,11 +159,11 @@ def test_infinite_logits_and_numbers_that_are_none_give_what_pytorch_gives(devic
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_second_pass_gives_the_same_gradients_and_there_is_no_second_derivative(device):
     *numbers, targets, weights = drawn(device, 20, 30, 10)
-    leaves = [each.requires_grad_() for each in numbers]
-    total = (linear_cross_entropy(*leaves, targets) * weights).sum()
+    hidden, weight, bias = leaves = [each.requires_grad_() for each in numbers]
+    total = (linear_cross_entropy(hidden, weight, bias, targets) * weights).sum()
     first, second = (torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    losses = linear_cross_entropy(*leaves, targets)
+    losses = linear_cross_entropy(hidden, weight, bias, targets)
     [gradient] = torch.autograd.grad((losses * weights.requires_grad_()).sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

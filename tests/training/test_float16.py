@@ -18,6 +18,7 @@ import txl
 from txl.config import TrainConfig
 from txl.errors import UserError
 from txl.models import build_model
+from txl.runs.checkpoints import VerifiedCheckpoint
 from txl.training import compilation, trainer
 from txl.training import loop as loop_module
 from txl.training.optimisers import LossScale, build_optimizer
@@ -118,7 +119,7 @@ def test_a_stopped_run_goes_on_exactly_with_its_scale(story, data_dir, tmp_path,
     run = small_run(str(story), **FLOAT16)
     assert_continues_exactly(run, tmp_path, data_dir, monkeypatch)
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000020"
-    state = txl.runs.checkpoints.VerifiedCheckpoint(checkpoint).tensors("training_state.safetensors")
+    state = VerifiedCheckpoint(checkpoint).tensors("training_state.safetensors")
     assert state["loss_scale.factor"].item() == START / 2
     assert state["loss_scale.n_finite"].item() == 18
 
