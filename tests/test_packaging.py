@@ -25,7 +25,7 @@ def names():
     import txl, txl_lab
     found = [each.name for house in (txl, txl_lab) for each in pkgutil.walk_packages(house.__path__, f"{house.__name__}.")]
     assert len(found) > 150
-    return [name for name in found if name not in ("txl.huggingface", "txl.attention.triton_kernels")]
+    return [name for name in found if name != "txl.huggingface" and not name.endswith(("_kernels", ".fused_ends"))]
 
 for name in names():
     importlib.import_module(name)

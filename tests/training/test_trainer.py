@@ -175,14 +175,14 @@ def test_a_run_stopped_in_the_middle_of_an_evaluation_makes_it_up(
     """This includes the evaluation of the last step, which is then the only work left."""
     run, real = small_run(str(story)), loop_module.evaluate_with
 
-    def stopped(model, tokens, settings, progress, processes):
+    def stopped(model, tokens, settings, progress, *others):
         def first(done, total):
             assert done < total
             os.kill(os.getpid(), signal.SIGINT)
             progress(done, total)
 
         mine = first if loop.state.counters.step == step else progress
-        return real(model, tokens, settings, mine, processes)
+        return real(model, tokens, settings, mine, *others)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop_module, "evaluate_with", stopped)
