@@ -238,3 +238,20 @@ def test_only_these_files_ask_which_family_a_model_is():
         and any(map(asks, path.read_text(encoding="utf-8").splitlines()))
     }
     assert found == _SERVES_ONE | _KNOWS_ONE
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TransformerXLConfig(dropout=0.0, dropout_inner=0.5),
+        TransformerXLConfig(dropout=0.0, dropout_r=0.5),
+        VanillaConfig(dropout=0.0, dropatt=0.1),
+        RecurrentConfig(kind="lstm", dropout=0.0, weight_drop=0.5),
+        RecurrentConfig(kind="qrnn", dropout=0.0, zoneout=0.1),
+    ],
+)
+def test_any_rate_above_0_is_dropout(config):
+    assert config.has_dropout
+    assert not type(config)(
+        dropout=0.0, locked_dropout=True, **({config.choice: getattr(config, config.choice)})
+    ).has_dropout

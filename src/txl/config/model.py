@@ -26,7 +26,7 @@ ENCODING_HELP = (
 # Settings of a memory that consists of positions, and the values that mean no memory.
 NO_LENGTHS: dict[str, int | None] = {"mem_len": 0, "window": None, "clamp_len": None}
 # Fields for a dropout rate, and fields whose values determine the meaning of the weights; arguments as for `setting`.
-rate = functools.partial(setting, at_least=0, below=1)
+rate = functools.partial(setting, at_least=0, below=1, drops=True)
 shaping = functools.partial(setting, changes_weights=True)
 
 
@@ -123,6 +123,11 @@ class ModelConfig(Section, ABC):
     def carries_state(self) -> bool:
         """True if the model carries a state from one segment to the next."""
         return self.constant_state or self.mem_len > 0
+
+    @property
+    def has_dropout(self) -> bool:
+        """True if any rate of dropout is above 0."""
+        return any(getattr(self, item.name) for item in dataclasses.fields(self) if item.metadata.get("drops"))
 
     def with_attention(self, name: str | None) -> Self:
         """Return a copy with the attention backend in a run's log, if any, unless the configuration chooses one."""

@@ -77,8 +77,8 @@ def setting(
         none: meaning of None, for the words made from the limits.
         marks: `changes_weights`: weights mean something else with another value. `may_change`: a continued run may have
             another value, because no number that it computes depends on the field. `as_stored`: a continued run keeps
-            its stored value if none is given. `lacking`: the value that means the same as not having the field, if that
-            is not the default.
+            its stored value if none is given. `drops`: the field is a dropout rate. `lacking`: the value that means the
+            same as not having the field, if that is not the default.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     limits = {name: bound for name, bound in bounds.items() if bound is not None}
