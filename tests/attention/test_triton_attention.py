@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.attention.test_backends import PLAIN
+from tests.kernel_devices import DEVICES
 from tests.models.test_contract import B, lively, nll_in_segments, stream
 from tests.native.test_compiled_attention import (
     NAMES,
@@ -29,14 +29,6 @@ from torch import Tensor
 
 from txl.attention import BACKENDS, Operands, attention_backend, reference_attention, triton_attention
 from txl.errors import UserError
-
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-WITHOUT_GPU = [pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not on here; make triton runs this")]
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA device here"),
-]
-DEVICES = [pytest.param("cpu", marks=WITHOUT_GPU), pytest.param("cuda", marks=GPU)]
 
 # B, T, M, H, D, window, filled. Tiles have 32 queries and keys in float32, 64 in bfloat16.
 SHAPES = {
@@ -159,7 +151,7 @@ def test_gradients_are_written_whole_into_the_given_views(shape, padded_keys, dt
     expected = exact(lambda leaves: reference_attention(Operands(*leaves), scope), numbers, above)
     monkeypatch.setattr(triton_attention, "GROUP_BYTES", size)
     wide, S = D + -D % 16, M + T
-    P = triton_attention.pitch_of(S) if padded_keys else S
+    P = triton_attention.aligned(S) if padded_keys else S
 
     def padded(rows: Tensor, into: Tensor) -> Tensor:
         into.zero_()[: len(rows), ..., :D] = rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.attention.test_triton_attention import DEVICES
+from tests.kernel_devices import DEVICES
 from tests.models.test_contract import SMALL, V, lively
 from torch import Tensor
 

@@ -6,12 +6,11 @@ On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as co
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 from typing import Any
 
 import pytest
 import torch
+from tests.kernel_devices import DEVICES, INTERPRETED
 from torch import Tensor, nn
 
 from txl.config import TransformerXLConfig
@@ -19,17 +18,6 @@ from txl.models import adaptive, build_model, family
 from txl.models import loss as losses_of
 from txl.models.layers import LockedDropout
 
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not on here")),
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA device here"),
-        ],
-    ),
-]
 V = 13
 CONFIG = TransformerXLConfig(
     n_layer=1, d_model=10, n_head=1, d_head=4, d_inner=5, mem_len=3, dropout=0.0, dropout_out=0.4, dropout_embed=0.3,

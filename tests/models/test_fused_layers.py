@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from tests.attention.test_triton_attention import DEVICES
+from tests.kernel_devices import DEVICES
 from torch import Tensor
 
 import txl

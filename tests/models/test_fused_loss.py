@@ -6,15 +6,14 @@ On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as co
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernel_devices import DEVICES, INTERPRETED
 from torch import Tensor
 
 from txl.config import TransformerXLConfig
@@ -22,17 +21,6 @@ from txl.models import adaptive, build_model
 from txl.models import loss as losses_of
 from txl.models.loss import linear_cross_entropy
 
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not on here")),
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA device here"),
-        ],
-    ),
-]
 pytestmark = pytest.mark.usefixtures("right_bfloat16", "in_kernels")
 LOW = torch.bfloat16
 

@@ -10,7 +10,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from tests.attention.test_triton_attention import DEVICES
+from tests.kernel_devices import DEVICES
 from tests.models.test_fused_layers import TINY, built
 
 from txl.devices import Captured

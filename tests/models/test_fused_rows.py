@@ -5,31 +5,19 @@ On a CPU the kernels run in Triton's interpreter (`make triton`), on a GPU as co
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.kernel_devices import DEVICES
 from tests.native.test_compiled_attention import philox
 from torch import Tensor
 
 from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Norm, QueryMasks, n_program
 
-INTERPRETED = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter is not on here")),
-    pytest.param(
-        "cuda",
-        marks=[
-            pytest.mark.gpu,
-            pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="there is no CUDA device here"),
-        ],
-    ),
-]
 EPS = 1e-5
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 # N, B, true width, padded width.

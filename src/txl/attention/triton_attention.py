@@ -44,10 +44,10 @@ class Tiling(NamedTuple):
 
 # Names in `triton_kernels`.
 KERNELS = ("forward_kernel", "score_gradient_kernel")
-# Tilings of the kernels on Hopper GPUs in bfloat16, by padded head width. Its matrix units read tiles of 64 rows from
-# shared memory; on older GPUs they exceed the registers.
+# Tilings of the kernels on Hopper GPUs in bfloat16, by padded head width: for 64 the fastest of six that were timed on
+# an H200. Its matrix units read tiles of 64 rows from shared memory; on older GPUs these exceed the registers.
 _HOPPER = {
-    64: (Tiling(64, 4, 3, 114688), Tiling(32, 2, 2, 49152)),
+    64: (Tiling(64, 4, 3, 114688), Tiling(32, 2, 2, 28672)),
     128: (Tiling(64, 4, 3, 212992), Tiling(64, 8, 2, 163840)),
 }
 
@@ -154,7 +154,7 @@ class AttentionCall(NamedTuple):
     oldest: Int32[Tensor, " B"] | None  # first filled key of each lane; None: 0
     seed: Int64[Tensor, " 1"] | None  # on the device; None: no dropout
     dropout: float
-    n_key: int  # S; keys, values, positions and their gradients may have more rows (see `pitch_of`), all zeros
+    n_key: int  # S; keys, values, positions and their gradients may have more rows (see `aligned`), all zeros
 
     def launch(self, name: str, grid: tuple[int, int, int], tensors: dict[str, Tensor], **sizes: int) -> None:
         """Run a kernel with a block of queries in each program; `grid` has queries instead of blocks.
@@ -254,11 +254,11 @@ def attend_backward(
         grad_key, grad_value: written; strides of their own, as for keys.
         grad_position: written; any strides, but 1 in the last dimension.
 
-    Keys, values, positions and their gradients have S rows, or all of them `pitch_of(S)`, with zeros after S.
+    Keys, values, positions and their gradients have S rows, or all of them `aligned(S)`, with zeros after S.
     """
     n_query, n_lane, n_head, _ = query_u.shape
-    pitch = pitch_of(call.n_key)
-    # Products over all columns of the pitch read aligned rows; those over S columns may not (see `pitch_of`).
+    pitch = aligned(call.n_key)
+    # Products over all columns of the pitch read aligned rows; those over S columns may not (see `aligned`).
     n_key = pitch if key.shape[0] == pitch else call.n_key
     n, h = _group(n_lane, n_head, 3 * n_query * pitch * query_u.element_size())
     grad_query_u, grad_query_v = torch.empty_like(query_u), torch.empty_like(query_v)
@@ -294,13 +294,13 @@ def attend_backward(
     return grad_query_u, grad_query_v
 
 
-def pitch_of(n_key: int) -> int:
-    """Return the columns P of a matrix of scores of S keys: a multiple of 16.
+def aligned(size: int) -> int:
+    """Return a size rounded up to a multiple of 16, with which a GPU reads whole rows.
 
-    With P rows of keys, the products of the backward pass have dimensions that are multiples of 16; with others, cuBLAS
-    takes kernels of older GPUs, which take four times as long (S = 138 and 300 on an H200).
+    Triton's accesses then have 16 bytes in bfloat16, and cuBLAS has products for it; with other widths and numbers of
+    keys it takes kernels of older GPUs, which take three times as long (S = 140 on an H200).
     """
-    return -(-n_key // 16) * 16
+    return -(-size // 16) * 16
 
 
 def _group(n_lane: int, n_head: int, size: int) -> tuple[int, int]:
@@ -369,7 +369,7 @@ def _attend_backward(
 def _summed(query: Float[Tensor, "B T H D"], bias: Float[Tensor, "H D"]) -> Float[Tensor, "T B H multiple"]:
     """Return q + u or q + v as `attend` requires it."""
     n_lane, n_query, n_head, d_head = query.shape
-    rows = query.new_empty(n_query, n_lane, n_head, d_head + -d_head % 16)
+    rows = query.new_empty(n_query, n_lane, n_head, aligned(d_head))
     torch.add(query.transpose(0, 1), bias, out=rows[..., :d_head])
     rows[..., d_head:] = 0
     return rows
@@ -406,7 +406,7 @@ def _(above: Tensor, out: Tensor, lse: Tensor, operands: Sequence[Tensor], *othe
 def _fake(rows: Tensor) -> Tensor:
     """Return a tensor with the strides of results for rows [B,N,H,D] or [N,H,D]: time-major, with padding."""
     *lane, n_row, n_head, d_head = rows.shape
-    fake = rows.new_empty(n_row, *lane, n_head, d_head + -d_head % 16)[..., :d_head]
+    fake = rows.new_empty(n_row, *lane, n_head, aligned(d_head))[..., :d_head]
     return fake.transpose(0, 1) if lane else fake
 
 

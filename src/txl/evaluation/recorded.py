@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from txl.attention.triton_attention import why_not_triton
 from txl.devices import Captured, records_on
-from txl.models.fused_layers import unlike_configuration
+from txl.models.fused_layers import is_float32, unlike_configuration
 from txl.models.fused_reading import FusedWeights, FusedWindow
 from txl.models.language_model import LanguageModel, State
 from txl.models.loss import nll_at_temperature
@@ -48,7 +48,7 @@ def fuses(view: TransformerXL, dtype: torch.dtype) -> bool:
         (config.attention == "triton" or not config.names_attention)
         and config.fusion_obstacle() is None
         and not (config.pre_norm or config.qk_norm)
-        and all(type(parameter) is nn.Parameter and parameter.dtype == torch.float32 for parameter in parameters)
+        and all(map(is_float32, parameters))
         and unlike_configuration(config, view.layers, training=False) is None
         and why_not_triton(parameters[0].device, dtype, config.d_head) is None
     )

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from txl.attention.triton_attention import why_not_triton
+from txl.attention.triton_attention import aligned, why_not_triton
 from txl.devices import Captured, sent
-from txl.generation.steps import DrawSettings, Slots, StaticStep, stored_width
+from txl.generation.steps import DrawSettings, Slots, StaticStep
 from txl.models.transformer_xl import RelativeMultiHeadAttention, TransformerXL, TransformerXLLayer
 
 _FEW = 8  # lanes whose products are computed by `product_kernel`
@@ -61,7 +61,7 @@ class FusedStep(StaticStep):
         config, shared = model.config, (model.u, model.v) if model.shares_biases else None
         # Modules compute models of other structure; their attention is that of the kernel all the same.
         self._is_usual = not (config.pre_norm or config.qk_norm)
-        missing = stored_width(config.d_head) - config.d_head
+        missing = aligned(config.d_head) - config.d_head
         self._layers = []
         for module, position in zip(model.layers, self.positions, strict=True):
             attention = cast(TransformerXLLayer, module).attention
@@ -246,7 +246,7 @@ class FusedStep(StaticStep):
         """Return the attention of new rows [n,H*D] of equal strides, and put keys and values into the rings."""
         layer, config, size = self._layers[number], self.model.config, self.slots.size
         keys, values = (kind[number].transpose(0, 1) for kind in (self.slots.keys, self.slots.values))  # [B,H,R,D]
-        n_lane, n_head, d_head, stored = len(query), config.n_head, config.d_head, stored_width(config.d_head)
+        n_lane, n_head, d_head, stored = len(query), config.n_head, config.d_head, aligned(config.d_head)
         width = max(32, 1 << (d_head - 1).bit_length())
         block, inside = _TILE // width // query.itemsize, n_lane <= _FEW
         wanted = min(math.ceil(_PROGRAMS / (n_lane * n_head)), _MOST_SPLITS, math.ceil(size / block))

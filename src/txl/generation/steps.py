@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from txl.attention.triton_attention import aligned
 from txl.devices import Captured, runs_ahead, sent
 from txl.generation.sampling import Sampling, chances, permitted
 from txl.models.compiled_step import LayerWeights, caches_of, places_of
@@ -44,7 +45,7 @@ class Slots:
         # width that suits loads of 16 bytes.
         self.lanes_first = runs_ahead(like)
         shape = (n_slot, n_head) if self.lanes_first else (n_head, n_slot)
-        width = stored_width(d_head) if self.lanes_first else d_head
+        width = aligned(d_head) if self.lanes_first else d_head
         rings = [like.new_zeros(*shape, self.size, width)[..., :d_head] for _ in range(2 * n_layer)]
         if self.lanes_first:
             rings = [ring.transpose(0, 1) for ring in rings]
@@ -92,11 +93,6 @@ class Slots:
         with torch.inference_mode():
             for ring in (*self.keys, *self.values):
                 ring[:, slot].zero_()
-
-
-def stored_width(d_head: int) -> int:
-    """Return the number of columns in which keys and values of a head lie on a GPU: a multiple of 16."""
-    return -(-d_head // 16) * 16
 
 
 @dataclass(frozen=True)

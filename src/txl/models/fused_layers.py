@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from txl.attention.equations import KeyScope
-from txl.attention.triton_attention import AttentionCall, attend, attend_backward, pitch_of
+from txl.attention.triton_attention import AttentionCall, aligned, attend, attend_backward
 from txl.config import TransformerXLConfig
 from txl.models import fused_rows
 from txl.models.fused_rows import Counted, Dropped, Norm, Normed, QueryMasks
@@ -40,9 +40,6 @@ from txl.models.memory import Memory
 # Bytes of gradients that are kept for the gradients of several layers' weights: those of small layers, which fill a
 # fraction of a GPU, are computed together.
 _KEPT_GRADIENTS = 256 * 2**20
-_MULTIPLE = 16  # widths of the padded copies: 32 bytes in bfloat16; heads of this multiple also serve Triton's loads
-
-
 # Parameters of a layer: matrices (each the weight of a module), and gains and biases.
 _MATRICES = (
     *(f"attention.{name}_proj" for name in "qkvro"),  # W_q, W_{k,E}, W_v, W_{k,R} [A,E], W_o [E,A]
@@ -187,8 +184,8 @@ class _Run:
         self.n_lane, self.n_new, _ = hidden.shape
         self.n_layer, self.n_head, self.memory = config.n_layer, config.n_head, plan.scope.memory
         self.n_key, self.n_row = self.memory + self.n_new, self.n_new * self.n_lane
-        self.n_padded = pitch_of(self.n_key)
-        self.d_model, self.d_head, self.d_inner = map(_padded, (config.d_model, config.d_head, config.d_inner))
+        self.n_padded = aligned(self.n_key)
+        self.d_model, self.d_head, self.d_inner = map(aligned, (config.d_model, config.d_head, config.d_inner))
         self.d_attention = self.n_head * self.d_head
         n_vector = len(_vectors(config))
         n_bias = len(parameters) - self.n_layer * (len(_MATRICES) + n_vector)
@@ -479,10 +476,6 @@ def _inner_rate(config: TransformerXLConfig) -> float:
     return config.dropout if config.dropout_inner is None else config.dropout_inner
 
 
-def _padded(width: int) -> int:
-    return -(-width // _MULTIPLE) * _MULTIPLE
-
-
 def padded_weights(
     config: TransformerXLConfig, like: Tensor, dtype: torch.dtype, zeros: bool = True
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -492,7 +485,7 @@ def padded_weights(
     into heads.
     """
     sizes = d_model, d_head, d_inner = config.d_model, config.d_head, config.d_inner
-    (width, head, inner), n_head = map(_padded, sizes), config.n_head
+    (width, head, inner), n_head = map(aligned, sizes), config.n_head
     shapes = (n_head, head, width), (n_head, 2, head, width), (n_head, head, width), (width, n_head, head)
     query, both, position, output, first, second = (
         (like.new_zeros if zeros else like.new_empty)((config.n_layer, *shape), dtype=dtype)

@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from txl.attention.triton_attention import AttentionCall, attend
+from txl.attention.triton_attention import AttentionCall, aligned, attend
 from txl.models import fused_rows
-from txl.models.fused_layers import _MATRICES, _padded, padded_weights
+from txl.models.fused_layers import _MATRICES, padded_weights
 from txl.models.fused_rows import Norm
 from txl.models.memory import Memory, MemoryWindow, Projections
 from txl.models.transformer_xl import TransformerXL, TransformerXLLayer
@@ -27,7 +27,7 @@ class FusedWeights:
     def __init__(self, model: TransformerXL, dtype: torch.dtype):
         config = self.config = model.config
         self.model, self.dtype = model, dtype
-        self.d_model, self.d_head = _padded(config.d_model), _padded(config.d_head)
+        self.d_model, self.d_head = aligned(config.d_model), aligned(config.d_head)
         whole, self._views = padded_weights(config, model.softmax.bias, dtype)
         self.query, self.both, _, self.output, self.inner, self.outer = whole
         self.refresh()
